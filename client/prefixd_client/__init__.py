@@ -1,0 +1,1 @@
+"""The prefixd client library: what an engine imports."""

@@ -1,0 +1,3 @@
+"""The prefixd daemon."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Builds the daemon and its command line."""

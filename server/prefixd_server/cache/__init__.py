@@ -1,0 +1,1 @@
+"""The way of a block through the node."""

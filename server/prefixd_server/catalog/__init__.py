@@ -1,0 +1,1 @@
+"""The single truth about blocks."""

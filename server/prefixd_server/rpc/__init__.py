@@ -1,0 +1,1 @@
+"""The wire: check, call, translate."""

@@ -1,0 +1,1 @@
+"""Replays request logs on a virtual clock."""
