@@ -6,6 +6,8 @@
     |- StateConflict                right thing, wrong moment            FAILED_PRECONDITION
     |- Unsupported                  understood, and not served           UNIMPLEMENTED
     |- Forbidden                    not on this socket                   PERMISSION_DENIED
+    |- DeadlinePassed               the caller has given up already     DEADLINE_EXCEEDED
+    |- MessageTooLarge              one message over the limit         RESOURCE_EXHAUSTED
     |- LimitReached                 full is an answer; retry_after_s     RESOURCE_EXHAUSTED
     |- Unavailable                  starting or draining; retry_after_s  UNAVAILABLE
     |- DataCorrupt                  the sender's bytes do not match      DATA_LOSS
@@ -59,6 +61,14 @@ class Unsupported(PrefixdError):
 
 class Forbidden(PrefixdError):
     """Not allowed on this socket."""
+
+
+class DeadlinePassed(PrefixdError):
+    """The caller's deadline had passed before the call began; nothing was done."""
+
+
+class MessageTooLarge(PrefixdError):
+    """One message over the limit; no retry helps, sending less does."""
 
 
 class LimitReached(PrefixdError):

@@ -1,0 +1,218 @@
+"""The floors' own values as messages of the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from prefixd.v1 import admin_service_pb2 as admin
+from prefixd.v1 import cache_service_pb2 as wire
+from prefixd.v1 import types_pb2
+
+from prefixd_server.base.types import (
+    Acquired,
+    BlockInfo,
+    DeclineReason,
+    Extent,
+    LeaseGrant,
+    LeaseInfo,
+    NamespaceInfo,
+    NamespaceRef,
+    Redeemed,
+    Reserved,
+    RunHits,
+    ShardExtents,
+    Stats,
+    TierStats,
+)
+from prefixd_server.rpc.namespace_spec import spec_to_wire, wire_enum
+
+
+def duration(seconds: float) -> Duration:
+    """A span, never negative."""
+    whole, nanos = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since the epoch."""
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Timestamp(seconds=whole, nanos=nanos)
+
+
+def namespace_ref(ref: NamespaceRef) -> types_pb2.NamespaceRef:
+    """A namespace at its epoch."""
+    return types_pb2.NamespaceRef(fingerprint=ref.fingerprint, epoch=ref.epoch)
+
+
+def lease(grant: LeaseGrant, boot_id: bytes) -> types_pb2.Lease:
+    """A lease with its remaining life."""
+    return types_pb2.Lease(token=grant.token, expires_after=duration(grant.expires_after_s), boot_id=boot_id)
+
+
+def extent(value: Extent) -> types_pb2.Extent:
+    """One extent."""
+    return types_pb2.Extent(
+        tier=wire_enum(value.tier),
+        segment_id=value.segment_id,
+        offset_bytes=value.offset_bytes,
+        stride_bytes=value.stride_bytes,
+        first_block=value.first_block,
+        block_count=value.block_count,
+        checksums=() if value.checksums is None else value.checksums.tolist(),
+    )
+
+
+def shard_extents(value: ShardExtents) -> types_pb2.ShardExtents:
+    """The extents of one shard and KV group."""
+    return types_pb2.ShardExtents(
+        shard=value.shard, kv_group=value.kv_group, extents=[extent(item) for item in value.extents]
+    )
+
+
+def tier_hits(run: RunHits) -> list[types_pb2.TierHit]:
+    """Hits in run order."""
+    return [types_pb2.TierHit(tier=wire_enum(tier), block_count=count) for tier, count in run.hits]
+
+
+def lookup(run: RunHits) -> wire.LookupResponse:
+    """Answer of Lookup."""
+    return wire.LookupResponse(
+        hits=tier_hits(run), pending_block_count=run.pending_count, miss_block_count=run.miss_count
+    )
+
+
+def acquired(value: Acquired, boot_id: bytes) -> wire.AcquireResponse:
+    """Answer of Acquire."""
+    return wire.AcquireResponse(
+        lease=None if value.lease is None else lease(value.lease, boot_id),
+        hits=tier_hits(value.run),
+        pending_block_count=value.run.pending_count,
+        miss_block_count=value.run.miss_count,
+        shard_extents=[shard_extents(item) for item in value.shard_extents],
+    )
+
+
+def redeemed(value: Redeemed, boot_id: bytes) -> wire.RedeemResponse:
+    """Answer of Redeem."""
+    return wire.RedeemResponse(
+        lease=lease(value.lease, boot_id), shard_extents=[shard_extents(item) for item in value.shard_extents]
+    )
+
+
+def reserved(value: Reserved, boot_id: bytes) -> wire.ReserveResponse:
+    """Answer of Reserve."""
+    return wire.ReserveResponse(
+        lease=None if value.lease is None else lease(value.lease, boot_id),
+        outcomes=[
+            types_pb2.OutcomeRange(outcome=wire_enum(outcome), block_count=count)
+            for outcome, count in value.outcomes
+        ],
+        extents=[extent(item) for item in value.extents],
+        decline_reason=decline_reason(value.decline_reason),
+        retry_after=None if value.retry_after_s is None else duration(value.retry_after_s),
+    )
+
+
+def decline_reason(value: DeclineReason | None) -> Any:
+    """Why blocks were declined, if any were."""
+    return 0 if value is None else wire_enum(value)
+
+
+def stats(value: Stats, boot_id: bytes, version: str) -> admin.GetStatsResponse:
+    """Answer of GetStats."""
+    counters = value.counters
+    tiers_on = [tier.tier for tier in value.tiers]
+    return admin.GetStatsResponse(
+        boot_id=boot_id,
+        server_version=version,
+        uptime=duration(value.uptime_s),
+        tiers=[_tier_stats(tier) for tier in value.tiers],
+        asked_block_count=counters.asked,
+        hits=[admin.TierHitTotal(tier=wire_enum(tier), block_count=counters.hits[tier]) for tier in tiers_on],
+        pending_block_count=counters.pending,
+        miss_block_count=counters.missed,
+        committed_block_count=counters.committed,
+        declined_block_count=counters.declined,
+        evicted_block_count=counters.evicted,
+        bad_block_count=counters.bad,
+        lease_count=value.lease_count,
+        session_count=value.session_count,
+        metadata_bytes=value.metadata_bytes,
+        block_count=value.block_count,
+        draining=value.draining,
+    )
+
+
+def _tier_stats(value: TierStats) -> admin.TierStats:
+    return admin.TierStats(
+        tier=wire_enum(value.tier),
+        capacity_bytes=value.capacity_bytes,
+        assigned_bytes=value.assigned_bytes,
+        prefaulted_bytes=value.prefaulted_bytes,
+        segment_count=value.segment_count,
+        segment_bytes=value.segment_bytes,
+        slot_count=value.slot_count,
+        free_slot_count=value.free_slot_count,
+        reserved_slot_count=value.reserved_slot_count,
+        resident_slot_count=value.resident_slot_count,
+        quarantined_slot_count=value.quarantined_slot_count,
+        numa_nodes=value.numa_nodes,
+        page_kind=value.page_kind,
+    )
+
+
+def namespace_info(value: NamespaceInfo) -> admin.NamespaceInfo:
+    """One entry of ListNamespaces."""
+    return admin.NamespaceInfo(
+        namespace=namespace_ref(value.namespace),
+        spec=spec_to_wire(value.spec),
+        block_count=value.block_count,
+        resident_bytes=value.resident_bytes,
+        opened_at=timestamp(value.opened_at),
+    )
+
+
+def lease_info(value: LeaseInfo) -> admin.LeaseInfo:
+    """One entry of ListLeases."""
+    return admin.LeaseInfo(
+        token_prefix=value.token_prefix,
+        kind=wire_enum(value.kind),
+        instance_id=value.instance_id,
+        pid=value.pid,
+        namespace=namespace_ref(value.namespace),
+        slot_count=value.slot_count,
+        open_shards=value.open_shards,
+        taken_at=timestamp(value.taken_at),
+        expires_after=duration(value.expires_after_s),
+        quarantined=value.quarantined,
+    )
+
+
+def block_info(value: BlockInfo | None, hash_bytes: int) -> admin.DescribeBlockResponse:
+    """Answer of DescribeBlock."""
+    if value is None:
+        return admin.DescribeBlockResponse(found=False)
+    return admin.DescribeBlockResponse(
+        found=True,
+        visible=value.visible,
+        parent_hash=value.parent_hash[:hash_bytes],
+        depth=value.depth,
+        child_count=value.child_count,
+        copies=[
+            admin.CopyInfo(
+                tier=wire_enum(copy.tier),
+                segment_id=copy.segment_id,
+                offset_bytes=copy.offset_bytes,
+                state=copy.state,
+                lease_count=copy.lease_count,
+            )
+            for copy in value.copies
+        ],
+        checksum=value.checksum,
+        pinned=value.pinned,
+        idle=duration(value.idle_s),
+        use_count=value.use_count,
+        story=value.story,
+    )

@@ -1,0 +1,180 @@
+"""CacheService: one short method per RPC. Check, call, translate.
+
+Bound to one socket's tenant. Errors, limits and metrics are handlers.py's
+business; streams of a session are session_stream.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from prefixd.v1 import cache_service_pb2 as wire
+
+from prefixd_server.base.config import LeaseConfig
+from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.types import Hashes, NamespaceRef, NamespaceSpec
+from prefixd_server.cache.cache import Cache
+from prefixd_server.rpc import answers, checks, requests
+from prefixd_server.rpc.namespace_spec import spec_from_wire
+from prefixd_server.rpc.put_assembly import PutAssembly
+from prefixd_server.rpc.seat import Seat
+from prefixd_server.rpc.session_stream import SessionStream
+
+GET_PIECE_BYTES_MAX = 1 << 20
+"""Bytes of one message of Get; small enough that a reader of any language keeps up."""
+
+
+class CacheService:
+    """What engines call, for one tenant."""
+
+    def __init__(self, cache: Cache, seat: Seat, limits: LeaseConfig) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._seat = seat
+        self._tenant = seat.tenant
+
+    def open_namespace(self, request: wire.OpenNamespaceRequest) -> wire.OpenNamespaceResponse:
+        """Opens a namespace."""
+        checks.present(request, "spec")
+        ref = self._cache.open_namespace(self._tenant, spec_from_wire(request.spec))
+        return wire.OpenNamespaceResponse(namespace=answers.namespace_ref(ref), boot_id=self._cache.boot_id)
+
+    def open_session(
+        self, messages: AsyncIterator[wire.OpenSessionRequest]
+    ) -> AsyncIterator[wire.OpenSessionResponse]:
+        """Opens a session and keeps it."""
+        return SessionStream(self._cache, self._seat, self._limits).serve(messages)
+
+    def lookup(self, request: wire.LookupRequest) -> wire.LookupResponse:
+        """Tells what would hit."""
+        ref, spec = self._namespace(request)
+        run = checks.run(request.block_hashes, spec.hash_bytes)
+        return answers.lookup(self._cache.lookup(self._tenant, ref, run))
+
+    def acquire(self, request: wire.AcquireRequest) -> wire.AcquireResponse:
+        """Leases the longest resident prefix."""
+        ref, spec = self._namespace(request)
+        run = checks.run(request.block_hashes, spec.hash_bytes)
+        acquired = self._cache.acquire(
+            self._tenant,
+            requests.session_id(request.session_id),
+            ref,
+            run,
+            requests.skip_count(request.skip_block_count, len(run)),
+            requests.redeem_shards(request.redeem_shards, spec),
+            checks.span_s(request, "ttl"),
+        )
+        return answers.acquired(acquired, self._cache.boot_id)
+
+    def redeem(self, request: wire.RedeemRequest) -> wire.RedeemResponse:
+        """Tells a worker the extents of its shard."""
+        session_id, token = requests.session_id(request.session_id), requests.token(request.token)
+        redeemed = self._cache.redeem(self._tenant, session_id, token, request.shard)
+        return answers.redeemed(redeemed, self._cache.boot_id)
+
+    async def release(self, request: wire.ReleaseRequest) -> wire.ReleaseResponse:
+        """Ends leases; verifies blocks that were reported bad."""
+        session_id, releases = requests.session_id(request.session_id), requests.releases(request.releases)
+        released, bad = await self._cache.release(self._tenant, session_id, releases)
+        return wire.ReleaseResponse(released_count=released, confirmed_bad_count=bad)
+
+    def reserve(self, request: wire.ReserveRequest) -> wire.ReserveResponse:
+        """Reserves slots."""
+        ref, spec = self._namespace(request)
+        reserved = self._cache.reserve(
+            self._tenant,
+            requests.session_id(request.session_id),
+            ref,
+            requests.shard(request.shard, spec),
+            requests.kv_group(request.kv_group, spec),
+            _parent(request.parent_hash, spec),
+            checks.run(request.block_hashes, spec.hash_bytes),
+            checks.span_s(request, "ttl"),
+            checks.span_s(request, "recompute_cost", allow_zero=True),
+        )
+        return answers.reserved(reserved, self._cache.boot_id)
+
+    def commit(self, request: wire.CommitRequest) -> wire.CommitResponse:
+        """Publishes reserved blocks."""
+        session_id, token = requests.session_id(request.session_id), requests.token(request.token)
+        checksums = requests.checksums(request.checksums)
+        done = self._cache.commit(self._tenant, session_id, token, request.committed_before_count, checksums)
+        return wire.CommitResponse(
+            visible_count=done.visible_count,
+            waiting_count=done.waiting_count,
+            dropped_count=done.dropped_count,
+        )
+
+    def abort(self, request: wire.AbortRequest) -> wire.AbortResponse:
+        """Gives up reserved blocks."""
+        session_id, token = requests.session_id(request.session_id), requests.token(request.token)
+        return wire.AbortResponse(freed_slot_count=self._cache.abort(self._tenant, session_id, token))
+
+    async def put(self, messages: AsyncIterator[wire.PutRequest]) -> wire.PutResponse:
+        """Takes blocks one by one; those before a fault stay stored."""
+        header = _header(await anext(messages, None))
+        ref, spec = self._namespace(header)
+        shard, group = requests.shard(header.shard, spec), requests.kv_group(header.kv_group, spec)
+        target = self._cache.begin_put(self._tenant, ref, shard, group, _parent(header.parent_hash, spec))
+        assembly = PutAssembly(spec.kv_groups[group].block_bytes, spec.hash_bytes)
+        async for message in messages:
+            block = assembly.take(message)
+            if block is not None:
+                await target.add(block.key, block.checksum, block.data)
+        assembly.finish()
+        stored, present, declined, reason = target.finish()
+        return wire.PutResponse(
+            stored_count=stored,
+            present_count=present,
+            declined_count=declined,
+            decline_reason=answers.decline_reason(reason),
+        )
+
+    async def get(self, request: wire.GetRequest) -> AsyncIterator[wire.GetResponse]:
+        """Hands out the hit blocks, in pieces."""
+        ref, spec = self._namespace(request)
+        shard, group = requests.shard(request.shard, spec), requests.kv_group(request.kv_group, spec)
+        run = checks.run(request.block_hashes, spec.hash_bytes)
+        source = self._cache.begin_get(self._tenant, ref, shard, group, run)
+        try:
+            summary = wire.GetSummary(hit_block_count=source.hit_count, block_bytes=source.block_bytes)
+            yield wire.GetResponse(summary=summary)
+            async for index, checksum, data in source:
+                for message in _pieces(index, checksum, data):
+                    yield message
+        finally:
+            await source.aclose()
+
+    def report_usage(self, request: wire.ReportUsageRequest) -> wire.ReportUsageResponse:
+        """Takes reports about requests."""
+        session_id = requests.session_id(request.session_id)
+        reports = requests.reports(request.reports, lambda ref: self._cache.spec_of(self._tenant, ref))
+        return wire.ReportUsageResponse(
+            accepted_count=self._cache.report_usage(self._tenant, session_id, reports)
+        )
+
+    def _namespace(self, request: requests.NamesNamespace) -> tuple[NamespaceRef, NamespaceSpec]:
+        ref = requests.namespace_ref(request.namespace)
+        return ref, self._cache.spec_of(self._tenant, ref)
+
+
+def _parent(value: bytes, spec: NamespaceSpec) -> Hashes | None:
+    return checks.one_hash("parent_hash", value, spec.hash_bytes) if value else None
+
+
+def _header(message: wire.PutRequest | None) -> wire.PutHeader:
+    if message is None or message.WhichOneof("message") != "header":
+        raise InvalidRequest(
+            "HEADER_MISSING", "the first message of Put must be header; send it first", field="header"
+        )
+    return message.header
+
+
+def _pieces(index: int, checksum: int, data: memoryview) -> list[wire.GetResponse]:
+    """One block as messages; the bytes are copied here, since the slot may change once its lease is gone."""
+    first = wire.GetBlock(block_index=index, checksum=checksum, data=bytes(data[:GET_PIECE_BYTES_MAX]))
+    rest = range(GET_PIECE_BYTES_MAX, len(data), GET_PIECE_BYTES_MAX)
+    return [
+        wire.GetResponse(block=first),
+        *(wire.GetResponse(data=bytes(data[at : at + GET_PIECE_BYTES_MAX])) for at in rest),
+    ]

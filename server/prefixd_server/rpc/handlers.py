@@ -1,0 +1,171 @@
+"""From a service of the proto to gRPC handlers: parsing, errors, latencies, in one place.
+
+A service object has one method per RPC, named in snake case, that takes
+messages and returns or yields messages, and raises base.errors. Everything
+that all methods share is here: the size limit, garbage, lapsed deadlines, the
+error table, unexpected exceptions, and metrics.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from prefixd_server.base.errors import DeadlinePassed, InvalidRequest, MessageTooLarge, PrefixdError
+from prefixd_server.base.logs import logger
+from prefixd_server.base.metrics import Metrics
+from prefixd_server.rpc.status import code_of, internal_error, trailing_metadata
+
+MESSAGE_BYTES_MAX = 16 << 20
+"""Largest message that is read. gRPC's own limit is higher, so that the answer can say the remedy."""
+TRANSPORT_BYTES_MAX = 4 * MESSAGE_BYTES_MAX
+"""Largest message that gRPC takes in; above it gRPC answers by itself."""
+
+Call: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Requests: TypeAlias = AsyncIterator[Message | PrefixdError]
+
+
+def service_handler(service: ServiceDescriptor, servicer: object, tenant: str, metrics: Metrics) -> Any:
+    """The gRPC handler of one service for one tenant's socket.
+
+    Raises:
+        AttributeError: the servicer lacks a method of the proto.
+    """
+    handlers = {}
+    for method in service.methods:
+        guard = _Guard(method, getattr(servicer, snake_case(method.name)), tenant, metrics)
+        handlers[method.name] = guard.handler()
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def snake_case(name: str) -> str:
+    """OpenNamespace -> open_namespace."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class _Guard:
+    """What stands between gRPC and one method."""
+
+    def __init__(
+        self, method: MethodDescriptor, call: Callable[..., Any], tenant: str, metrics: Metrics
+    ) -> None:
+        self._method = method
+        self._call = call
+        self._tenant = tenant
+        self._metrics = metrics
+        self._seconds = metrics.rpc_seconds(method.name, tenant)
+        self._log = logger("prefixd.rpc").bind(method=method.name, tenant=tenant)
+        self._awaits = inspect.iscoroutinefunction(call)
+
+    def handler(self) -> Any:
+        """gRPC's form of the method; its stubs know only the threaded server's."""
+        method = self._method
+        makers = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, self._unary),
+            (True, False): (grpc.stream_unary_rpc_method_handler, self._stream_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, self._unary_stream),
+            (True, True): (grpc.stream_stream_rpc_method_handler, self._stream_stream),
+        }
+        make: Any
+        make, behaviour = makers[method.client_streaming, method.server_streaming]
+        return make(
+            behaviour,
+            request_deserializer=_parser(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+
+    async def _unary(self, request: Message | PrefixdError, call: Call) -> Any:
+        return await self._finish(self._answer(request, call), call)
+
+    async def _stream_unary(self, requests: Requests, call: Call) -> Any:
+        return await self._finish(self._call(_parsed(requests)), call)
+
+    async def _unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
+        await self._finish(self._send(lambda: self._call(_sound(request)), call), call)
+
+    async def _stream_stream(self, requests: Requests, call: Call) -> None:
+        await self._finish(self._send(lambda: self._call(_parsed(requests)), call), call)
+
+    async def _answer(self, request: Message | PrefixdError, call: Call) -> Any:
+        remaining_s = call.time_remaining()
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlinePassed(
+                "DEADLINE_PASSED", "the deadline had passed before the call began; nothing was done"
+            )
+        answer = self._call(_sound(request))
+        return await answer if self._awaits else answer
+
+    async def _send(self, begin: Callable[[], AsyncIterator[Message]], call: Call) -> None:
+        """Writes every answer; whatever happens, the method's own clean-up has run on return."""
+        answers = begin()
+        try:
+            async for answer in answers:
+                await call.write(answer)
+        finally:
+            if inspect.isasyncgen(answers):
+                await answers.aclose()
+
+    async def _finish(self, work: Awaitable[Any], call: Call) -> Any:
+        began = time.perf_counter()
+        try:
+            return await work
+        except Exception as error:
+            return await self._fail(error, call)
+        finally:
+            self._seconds.observe(time.perf_counter() - began)
+
+    async def _fail(self, error: Exception, call: Call) -> None:
+        """Ends the call with the error's status. The outermost seam for the unexpected."""
+        told = error if isinstance(error, PrefixdError) else internal_error()
+        if told is not error:
+            self._log.error("unexpected exception", exc_info=error, **told.metadata)
+        else:
+            self._log.debug("refused", reason=told.reason, detail=told.message)
+        code = code_of(told)
+        self._metrics.rpc_error(self._method.name, self._tenant, code.name, told.reason)
+        await call.abort(code, told.message, trailing_metadata(told))
+
+
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | PrefixdError]:
+    """Reads a message; returns what is wrong with it, since raising here would tell the caller nothing."""
+    from_string = kind.FromString
+
+    def parse(data: bytes) -> Message | PrefixdError:
+        if len(data) > MESSAGE_BYTES_MAX:
+            return MessageTooLarge(
+                "MESSAGE_TOO_LARGE",
+                f"the message has {len(data):,} bytes, more than {MESSAGE_BYTES_MAX:,}; send shorter runs, "
+                "and a block's bytes in pieces",
+                value=len(data),
+                limit=MESSAGE_BYTES_MAX,
+            )
+        try:
+            return from_string(data)
+        except DecodeError:
+            return InvalidRequest(
+                "MESSAGE_MALFORMED",
+                f"these {len(data):,} bytes are no {kind.DESCRIPTOR.full_name}; generate the client from "
+                "prefixd.v1",
+            )
+
+    return parse
+
+
+def _sound(request: Message | PrefixdError) -> Message:
+    if isinstance(request, PrefixdError):
+        raise request
+    return request
+
+
+async def _parsed(requests: Requests) -> AsyncIterator[Message]:
+    async for request in requests:
+        yield _sound(request)

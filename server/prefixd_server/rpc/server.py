@@ -1,0 +1,116 @@
+"""One gRPC server per socket: our two services, health, reflection, channelz.
+
+A socket is published, renamed into place with its mode and group, only once
+its server answers. Which sockets there are is app/daemon.py's to know.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prefixd.v1 import admin_service_pb2, cache_service_pb2
+
+from prefixd_server.base.config import LeaseConfig
+from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.metrics import Metrics
+from prefixd_server.cache.cache import Cache
+from prefixd_server.rpc.admin_service import AdminService, Drain
+from prefixd_server.rpc.cache_service import CacheService
+from prefixd_server.rpc.handlers import TRANSPORT_BYTES_MAX, service_handler
+from prefixd_server.rpc.seat import Seat, staging_directory
+from prefixd_server.rpc.sockets import publish
+
+CALLS_BESIDE_SESSIONS_MAX = 1024
+"""Calls in progress on one socket, sessions apart; beyond it gRPC answers RESOURCE_EXHAUSTED."""
+_OUR_SERVICES = (
+    cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"],
+    admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
+)
+SERVICE_NAMES = (
+    *(service.full_name for service in _OUR_SERVICES),
+    health.SERVICE_NAME,
+    reflection.SERVICE_NAME,
+    "grpc.channelz.v1.Channelz",
+)
+# The stubs of these packages know only their threaded halves.
+_HEALTH = cast(Any, health).aio
+_ADD_CHANNELZ: Any = channelz.add_channelz_servicer
+_OPTIONS = (
+    ("grpc.max_receive_message_length", TRANSPORT_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_channelz", 1),
+    # Clients may ping as they like: a ping costs less than a reconnect.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class WireServer:
+    """The server of one socket, bound to one seat."""
+
+    def __init__(self, cache: Cache, seat: Seat, limits: LeaseConfig, drain: Drain, metrics: Metrics) -> None:
+        self.seat = seat
+        self._directory_fd = -1
+        self._health: Any = _HEALTH.HealthServicer()
+        self._server = grpc.aio.server(
+            options=_OPTIONS, maximum_concurrent_rpcs=limits.session_count_max + CALLS_BESIDE_SESSIONS_MAX
+        )
+        servicers = (CacheService(cache, seat, limits), AdminService(cache, seat, drain))
+        self._server.add_generic_rpc_handlers(
+            tuple(
+                service_handler(service, servicer, seat.tenant, metrics)
+                for service, servicer in zip(_OUR_SERVICES, servicers, strict=True)
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(SERVICE_NAMES, self._server)
+        _ADD_CHANNELZ(self._server)
+
+    async def open_unix(self, path: Path, mode: int, group: str) -> None:
+        """Listens on a unix socket; the caller holds its lock. Raises ConfigError."""
+        private = staging_directory(path)
+        private.mkdir(mode=0o700)
+        self._directory_fd = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
+        # Through the descriptor, so that the path's length and characters do not matter.
+        await self._listen(f"unix:/proc/self/fd/{self._directory_fd}/s", "socket", path)
+        publish(private / "s", path, mode, group)
+        private.rmdir()
+
+    async def open_tcp(self, address: str) -> int:
+        """Listens on HOST:PORT and returns the port. Raises ConfigError."""
+        return await self._listen(address, "listen", address)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers, for the whole server and for each service."""
+        states = health_pb2.HealthCheckResponse.ServingStatus
+        state = states.Value("SERVING" if serving else "NOT_SERVING")
+        for name in ("", *SERVICE_NAMES):
+            await self._health.set(name, state)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends at most `grace_s` later, cancelling calls still in progress. The path is the caller's."""
+        await self._server.stop(grace_s)
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
+
+    async def _listen(self, address: str, key: str, shown: object) -> int:
+        await self.set_serving(False)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                "CANNOT_LISTEN",
+                f"{key} = {shown}: cannot listen there ({error}); free the address or choose another",
+                key=key,
+                value=shown,
+            ) from error
+        await self._server.start()
+        return port
