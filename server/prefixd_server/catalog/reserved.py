@@ -7,6 +7,7 @@ stay valid for ever. Who uses the array keeps count of how much it has touched.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from typing import Any
@@ -35,8 +36,7 @@ def reserve(dtype: DTypeLike, shape: int | tuple[int, ...], *, huge_pages: bool 
     length_bytes = count * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, length_bytes, flags=flags)
-    try:
+    # A kernel built without huge pages has nothing to give and nothing to refuse.
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
-    except OSError:
-        pass  # a kernel built without huge pages has nothing to give and nothing to refuse
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
