@@ -27,6 +27,8 @@ from prefixd_server.base.options import key_of
 
 ENVIRONMENT_PREFIX = "PREFIXD_"
 FILE_BYTES_MAX = 1 << 20
+OWN_FLAGS = frozenset({"socket", "listen", "metrics", "data_dir", "dram.size", "log.format", "log.level"})
+"""Keys with a flag of their own; the others are given by --set."""
 
 
 def load_config(
@@ -55,10 +57,15 @@ def load_config(
         if environment and name in environment:
             reader.put(key, environment[name], f"environment variable {name}")
     for key, value in (flags or {}).items():
-        reader.put(key, value, f"flag --{key.replace('.', '-').replace('_', '-')}")
+        reader.put(key, value, f"flag {flag_of(key)}")
     for item in tenants:
         reader.tenants.append(_tenant(_pairs(item), f"flag --tenant {item}"))
     return reader.config().checked()
+
+
+def flag_of(key: str) -> str:
+    """The flag that sets a key: its own, or --set."""
+    return "--" + key.replace(".", "-").replace("_", "-") if key in OWN_FLAGS else f"--set {key}"
 
 
 class _Reader:
