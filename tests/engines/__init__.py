@@ -1,0 +1,1 @@
+"""Engines and their connectors against the real daemon."""

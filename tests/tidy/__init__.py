@@ -1,0 +1,1 @@
+"""How the code reads, kept by tests."""
