@@ -236,15 +236,18 @@ class Movers:
 
     def _work(self) -> None:
         while (ticket := self._queue.get()) is not None:
-            result: object = None
-            failure: BaseException | None = None
-            try:
-                result = ticket.job.perform()
-            except BaseException as error:  # the thread's outermost seam: the waiter gets what was raised
-                failure = error
-            # A loop that is closed has nobody left who waits.
-            with suppress(RuntimeError):
-                ticket.loop.call_soon_threadsafe(self._finish, ticket, result, failure)
+            self._do(ticket)
+
+    def _do(self, ticket: _Ticket) -> None:
+        result: object = None
+        failure: BaseException | None = None
+        try:
+            result = ticket.job.perform()
+        except BaseException as error:  # the thread's outermost seam: the waiter gets what was raised
+            failure = error
+        # A loop that is closed has nobody left who waits.
+        with suppress(RuntimeError):
+            ticket.loop.call_soon_threadsafe(self._finish, ticket, result, failure)
 
     # -- loop ----------------------------------------------------------------------------------
 
