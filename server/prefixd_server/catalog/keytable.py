@@ -1,0 +1,339 @@
+"""Key to row: an open-addressing hash table over (space, prefix hash), a run at a time.
+
+Buckets of 16 four-byte entries (a cache line): the row plus one, and above it a
+tag of what bits are left. A key lies in its home bucket or, where that was
+full, in one of the next; `passed` counts per bucket the keys that went by, so a
+search ends where none did, and a removal leaves nothing behind to clean up.
+The full key is always compared.
+
+The table grows to double size step by step: first the new table's memory is
+touched, then the old one's buckets are moved; meanwhile both are searched.
+Every insert and remove advances it far enough that it always ends in time.
+
+Callers choose the hashes, so the mixing is secret: multilinear over 32-bit
+words modulo 2^64, of which the upper half is strongly universal (Lemire and
+Kaser, "Strongly universal string hashing is fast", 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import HASH_WORDS, NO_ROW, Hashes, Rows
+from prefixd_server.catalog.columns import BlockColumns
+from prefixd_server.catalog.reserved import reserve
+
+BUCKET_ENTRIES = 16
+BUCKET_COUNT_MIN = 64
+LOAD_PERCENT_MAX = 70
+"""A table beyond this share of its entries moves to one of double size."""
+LOAD_PERCENT_PREPARE = 60
+"""Beyond this one, the next table's memory is touched ahead."""
+MOVED_PER_ROW = 4
+"""Old entries looked at per row inserted or removed: a move ends long before the new table fills."""
+TOUCHED_PER_ROW = 24
+"""Entries of the next table touched per row inserted: 2 x 100 / (70 - 60) = 20 just do."""
+STEP_ENTRIES_MIN = 1024
+
+_WORDS = 2 * HASH_WORDS
+_U64_MAX = (1 << 64) - 1
+
+Mixed = NDArray[np.uint64]
+
+
+class Mixer:
+    """Mixes (space, key) to 64 bits, of which the upper 32 are good."""
+
+    def __init__(self, seed: int) -> None:
+        material = hashlib.shake_256(b"prefixd-keytable:%d" % seed).digest(8 * (_WORDS + 2))
+        words = np.frombuffer(material, dtype=np.uint64)
+        self._start, self._space_factor = int(words[0]), int(words[1])
+        self._factors = words[2:]
+        self._factor_list: list[int] = self._factors.tolist()
+
+    def run(self, space: int | NDArray[np.uint32], keys: Hashes) -> Mixed:
+        """Mixes many keys of one space, or each with its own."""
+        mixed: Mixed = keys.view(np.uint32).astype(np.uint64) @ self._factors
+        if isinstance(space, int):
+            mixed += np.uint64((self._start + self._space_factor * space) & _U64_MAX)
+        else:
+            mixed += space.astype(np.uint64) * np.uint64(self._space_factor) + np.uint64(self._start)
+        return mixed
+
+    def one(self, space: int, key: Hashes) -> int:
+        """Mixes the only key of `key`."""
+        words: list[int] = key.view(np.uint32)[0].tolist()
+        mixed: int = sum(map(mul, self._factor_list, words), self._start + self._space_factor * space)
+        return mixed & _U64_MAX
+
+
+class Table:
+    """One table of a fixed size: entries that are found again by mixed key.
+
+    Args:
+        bucket_count: a power of two, below 2^24.
+        row_bits: bits of an entry that name the row.
+    """
+
+    def __init__(self, bucket_count: int, row_bits: int) -> None:
+        self.bucket_count = bucket_count
+        self.entry_count_max = bucket_count * BUCKET_ENTRIES
+        self.row_mask = np.uint32((1 << row_bits) - 1)
+        self._tag_mask = np.uint64((1 << (32 - row_bits)) - 1)
+        self._row_bits = np.uint64(row_bits)
+        self._shift = np.uint64(64 - (bucket_count.bit_length() - 1))
+        self.entries: NDArray[np.uint32] = reserve(np.uint32, self.entry_count_max, huge_pages=True)
+        self.buckets = self.entries.reshape(bucket_count, BUCKET_ENTRIES)
+        self.entries_view = self.entries.data
+        self.passed: NDArray[np.uint32] = np.zeros(bucket_count, dtype=np.uint32)
+
+    def home(self, mixed: Mixed) -> NDArray[np.intp]:
+        """The bucket where a key is searched first."""
+        return (mixed >> self._shift).astype(np.intp)
+
+    def tags(self, mixed: Mixed) -> NDArray[np.uint32]:
+        """The tag of an entry, in place above the row; never zero, so it never equals an empty entry."""
+        tag = (mixed >> np.uint64(32)) & self._tag_mask
+        placed: NDArray[np.uint64] = np.maximum(tag, np.uint64(1)) << self._row_bits
+        return placed.astype(np.uint32)
+
+    def values(self, mixed: Mixed, rows: Rows) -> NDArray[np.uint32]:
+        """The entries of these rows; distinct for distinct rows."""
+        value: NDArray[np.uint32] = self.tags(mixed) + (rows + 1).astype(np.uint32)
+        return value
+
+    def following(self, buckets: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The bucket searched after each."""
+        return (buckets + 1) & (self.bucket_count - 1)
+
+    def insert(self, mixed: Mixed, rows: Rows) -> None:
+        """Adds entries that are absent. There must be room."""
+        bucket, value = self.home(mixed), self.values(mixed, rows)
+        while len(value):
+            place = (self.buckets.take(bucket, axis=0) == 0).argmax(axis=1)
+            at = bucket * BUCKET_ENTRIES + place
+            free = self.entries[at] == 0
+            full = bucket[~free]
+            if len(full):
+                np.add.at(self.passed, full, 1)
+                bucket = np.where(free, bucket, self.following(bucket))
+            # Of several keys for one place the last one wins; the others try again.
+            self.entries[at[free]] = value[free]
+            again = self.entries[at] != value
+            bucket, value = bucket[again], value[again]
+
+    def remove(self, mixed: Mixed, rows: Rows) -> NDArray[np.bool_]:
+        """Drops the entries of these rows where they are here; tells which were."""
+        bucket, value = self.home(mixed), self.values(mixed, rows)
+        here = np.zeros(len(rows), dtype=np.bool_)
+        index = np.arange(len(rows))
+        hops = 0
+        while len(index):
+            place = (self.buckets.take(bucket, axis=0) == value[:, None]).argmax(axis=1)
+            at = bucket * BUCKET_ENTRIES + place
+            hit = self.entries[at] == value
+            self.entries[at[hit]] = 0
+            here[index[hit]] = True
+            for hop in range(1, hops + 1):
+                np.subtract.at(self.passed, (bucket[hit] - hop) & (self.bucket_count - 1), 1)
+            on = ~hit & (self.passed[bucket] != 0)
+            index, value, bucket = index[on], value[on], self.following(bucket[on])
+            hops += 1
+        return here
+
+
+class KeyTable:
+    """See the module. Keys and spaces of the rows lie in `columns`; the table holds row numbers only."""
+
+    def __init__(self, columns: BlockColumns, seed: int) -> None:
+        self._columns = columns
+        self._mixer = Mixer(seed)
+        self._row_bits = (columns.row_count_max + 1).bit_length()
+        self._table = Table(BUCKET_COUNT_MIN, self._row_bits)
+        self._old: Table | None = None
+        self._moved_count = 0
+        self._next: Table | None = None
+        self._touched_count = 0
+        self.count = 0
+        """Keys in the table."""
+
+    # -- search --------------------------------------------------------------------------------
+
+    def find(self, space: int, hashes: Hashes) -> Rows:
+        """Rows of the keys (space, hash), NO_ROW where absent.
+
+        Args:
+            hashes: shape (n, 4), C-contiguous.
+        """
+        if len(hashes) == 1:
+            return np.array([self._find_one(space, hashes)], dtype=np.int32)
+        found = np.full(len(hashes), NO_ROW, dtype=np.int32)
+        mixed = self._mixer.run(space, hashes)
+        self._search(self._table, space, hashes, mixed, found, np.arange(len(hashes)))
+        if self._old is not None:
+            missing = np.flatnonzero(found < 0)
+            if len(missing):
+                self._search(self._old, space, hashes, mixed, found, missing)
+        return found
+
+    def _search(
+        self,
+        table: Table,
+        space: int,
+        hashes: Hashes,
+        mixed: Mixed,
+        found: Rows,
+        index: NDArray[np.intp],
+    ) -> None:
+        """Fills in found[index] from one table."""
+        columns = self._columns
+        if len(index) < len(mixed):
+            mixed = mixed[index]
+        bucket, tag = table.home(mixed), table.tags(mixed)
+        while len(index):
+            entries = table.buckets.take(bucket, axis=0)
+            alike = np.flatnonzero((entries ^ tag[:, None]) <= table.row_mask)
+            rows = (entries.ravel()[alike] & table.row_mask).astype(np.intp) - 1
+            asked = index[alike // BUCKET_ENTRIES]
+            differ = columns.key.take(rows, axis=0) ^ hashes.take(asked, axis=0)
+            same = (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]) == 0
+            same &= columns.space.take(rows) == space
+            found[asked[same]] = rows[same]
+            on = np.flatnonzero((table.passed.take(bucket) != 0) & (found.take(index) < 0))
+            index, tag, bucket = index[on], tag[on], table.following(bucket[on])
+
+    def _find_one(self, space: int, key: Hashes) -> int:
+        mixed = self._mixer.one(space, key)
+        words: list[int] = key[0].tolist()
+        row = self._search_one(self._table, space, words, mixed)
+        if row == NO_ROW and self._old is not None:
+            row = self._search_one(self._old, space, words, mixed)
+        return row
+
+    def _search_one(self, table: Table, space: int, words: list[int], mixed: int) -> int:
+        keys, spaces = self._columns.mv.key, self._columns.mv.space
+        row_mask = (1 << self._row_bits) - 1
+        tag = max((mixed >> 32) & ((1 << (32 - self._row_bits)) - 1), 1)
+        bucket = mixed >> (64 - (table.bucket_count.bit_length() - 1))
+        while True:
+            first = bucket * BUCKET_ENTRIES
+            for entry in table.entries_view[first : first + BUCKET_ENTRIES].tolist():
+                if entry >> self._row_bits == tag:
+                    row = (entry & row_mask) - 1
+                    if spaces[row] == space and [keys[row, i] for i in range(HASH_WORDS)] == words:
+                        return row
+            if not table.passed[bucket]:
+                return NO_ROW
+            bucket = (bucket + 1) & (table.bucket_count - 1)
+
+    # -- change --------------------------------------------------------------------------------
+
+    def insert(self, rows: Rows) -> None:
+        """Adds rows whose keys and spaces are in the columns already: distinct, and absent here."""
+        self._make_room(len(rows))
+        self._table.insert(self._mix(rows), rows)
+        self.count += len(rows)
+        self._advance(len(rows))
+
+    def remove(self, rows: Rows) -> None:
+        """Drops rows that are here; their keys are still in the columns."""
+        mixed = self._mix(rows)
+        here = self._table.remove(mixed, rows)
+        if self._old is not None and not here.all():
+            left = ~here
+            here[left] = self._old.remove(mixed[left], rows[left])
+        assert here.all(), "a removed key was not in the table"
+        self.count -= len(rows)
+        self._advance(len(rows))
+
+    def step(self, entry_budget: int) -> bool:
+        """Moves up to about `entry_budget` old entries; whether growth is still under way."""
+        if self._old is not None:
+            self._move(entry_budget)
+        return self._old is not None
+
+    def _mix(self, rows: Rows) -> Mixed:
+        return self._mixer.run(self._columns.space.take(rows), self._columns.key.take(rows, axis=0))
+
+    # -- growth --------------------------------------------------------------------------------
+
+    def _make_room(self, count: int) -> None:
+        """Sees to it that `count` more keys stay below the load limit."""
+        wanted = self.count + count
+        if wanted * 100 <= self._table.entry_count_max * LOAD_PERCENT_MAX:
+            return
+        while self._old is not None:
+            self._move(self._old.entry_count_max)
+        bucket_count = 2 * self._table.bucket_count
+        while wanted * 100 > bucket_count * BUCKET_ENTRIES * LOAD_PERCENT_MAX:
+            bucket_count *= 2
+        if self._next is None or self._next.bucket_count != bucket_count:
+            self._next = Table(bucket_count, self._row_bits)
+        self._old, self._table, self._next = self._table, self._next, None
+        self._moved_count = self._touched_count = 0
+
+    def _advance(self, row_count: int) -> None:
+        """The share of growth that goes with `row_count` rows inserted or removed."""
+        if self._old is not None:
+            self._move(max(STEP_ENTRIES_MIN, MOVED_PER_ROW * row_count))
+        elif self.count * 100 > self._table.entry_count_max * LOAD_PERCENT_PREPARE:
+            self._touch(max(STEP_ENTRIES_MIN, TOUCHED_PER_ROW * row_count))
+
+    def _touch(self, entry_count: int) -> None:
+        """Makes the next table, and its memory piece by piece."""
+        if self._next is None:
+            self._next = Table(2 * self._table.bucket_count, self._row_bits)
+            self._touched_count = 0
+        first = self._touched_count
+        self._touched_count = min(first + entry_count, self._next.entry_count_max)
+        self._next.entries[first : self._touched_count] = 0
+
+    def _move(self, entry_count: int) -> None:
+        """Moves the next `entry_count` entries of the old table to the new one."""
+        old = self._old
+        assert old is not None
+        first = self._moved_count
+        self._moved_count = min(first + entry_count, old.entry_count_max)
+        piece = old.entries[first : self._moved_count]
+        rows = (piece[piece != 0] & old.row_mask).astype(np.int32) - 1
+        piece[:] = 0
+        if len(rows):
+            self._table.insert(self._mix(rows), rows)
+        if self._moved_count == old.entry_count_max:
+            self._old = None
+
+    # -- accounts ------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tables that exist now."""
+        tables = [self._table] + ([self._old] if self._old is not None else [])
+        total = sum(table.entries.nbytes + table.passed.nbytes for table in tables)
+        if self._next is not None:
+            total += self._touched_count * 4 + self._next.passed.nbytes
+        return total
+
+    def check(self) -> list[str]:
+        """What is wrong, in words: every row in use is found, once, and nothing else is."""
+        problems = []
+        tables = [self._table] + ([self._old] if self._old is not None else [])
+        held = np.concatenate([t.entries[t.entries != 0] & t.row_mask for t in tables]).astype(np.int64) - 1
+        rows = self._columns.rows_in_use()
+        if not np.array_equal(np.sort(held), rows):
+            problems.append(f"key table: holds {len(held)} rows, {len(rows)} are in use, and they differ")
+        if len(held) != self.count:
+            problems.append(f"key table: counts {self.count} keys, holds {len(held)}")
+        for space in np.unique(self._columns.space[rows]).tolist():
+            own = rows[self._columns.space[rows] == space]
+            if (self.find(int(space), self._columns.key[own]) != own).any():
+                problems.append(f"key table: a key of space {space} is not found at its row")
+        problems += [
+            f"key table: the key of row {row} is not found alone"
+            for row in rows[:16].tolist()
+            if self._find_one(int(self._columns.space[row]), self._columns.key[row : row + 1]) != row
+        ]
+        return problems

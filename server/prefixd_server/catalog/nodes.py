@@ -1,0 +1,121 @@
+"""The arrays of the prefix tree: one row per node, 118 bytes.
+
+A node is a radix segment: a chain of consecutive blocks with one history. Two
+kinds of node have no blocks: the root of each space, and above the roots of all
+spaces of a pool one pool node, which also heads the pool's recency lists.
+
+Not here: how the arrays hang together (tree.py, presence.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import Tier
+from prefixd_server.catalog.columns import Columns, as_floats
+
+NO_NODE = -1
+NODE_LENGTH_MAX = 4096
+"""Blocks of one node: bounds every walk along a node."""
+NODES_WITHOUT_BLOCKS_MAX = 1 << 20
+"""Roots of spaces and pools; their number is bounded by the namespaces."""
+
+_SHARED: dict[str, tuple[Any, int]] = {
+    "space": (np.uint32, 1),
+    "parent": (np.int32, 1),
+    "first_child": (np.int32, 1),
+    "next_sibling": (np.int32, 1),
+    "prev_sibling": (np.int32, 1),
+    "child_count": (np.uint32, 1),
+    "head": (np.int32, 1),
+    "tail": (np.int32, 1),
+    "length": (np.uint16, 1),
+    "last_use": (np.float64, 1),
+    "created": (np.float64, 1),
+    "use_count": (np.uint32, 1),
+    "attention": (np.float32, 1),
+    "reused": (np.uint8, 1),
+    "gap_class": (np.uint8, 1),
+    "output_class": (np.uint8, 1),
+    "hint": (np.uint8, 1),
+}
+_PER_TIER: dict[str, tuple[Any, int]] = {
+    "copies": (np.uint16, 1),
+    "kids": (np.uint32, 1),
+    "older": (np.int32, 1),
+    "newer": (np.int32, 1),
+    "leaf_place": (np.uint32, 1),
+}
+HISTORY = (
+    "last_use",
+    "created",
+    "use_count",
+    "reused",
+    "gap_class",
+    "output_class",
+    "hint",
+)
+"""Columns that both halves of a split node keep."""
+
+
+class NodeViews:
+    """The columns shared by all tiers as memoryviews, for walks."""
+
+    def __init__(self, nodes: NodeColumns) -> None:
+        self.space = nodes.space.data
+        self.parent = nodes.parent.data
+        self.first_child = nodes.first_child.data
+        self.next_sibling = nodes.next_sibling.data
+        self.prev_sibling = nodes.prev_sibling.data
+        self.child_count = nodes.child_count.data
+        self.head = nodes.head.data
+        self.tail = nodes.tail.data
+        self.length = nodes.length.data
+        self.last_use = as_floats(nodes.last_use)
+        self.use_count = nodes.use_count.data
+        self.attention = as_floats(nodes.attention)
+        self.reused = nodes.reused.data
+        self.history: list[Any] = [getattr(nodes, name).data for name in HISTORY]
+
+
+class NodeColumns(Columns):
+    """See the module.
+
+    head, tail: rows of the first and the deepest block; NO_ROW without blocks.
+    parent: the node whose tail is the parent of our head; the space's root for a first
+    block, the pool node for a root, NO_NODE for a pool node.
+    The rest is told in base/views.py; the columns of one tier in presence.py.
+    """
+
+    space: NDArray[np.uint32]
+    parent: NDArray[np.int32]
+    first_child: NDArray[np.int32]
+    next_sibling: NDArray[np.int32]
+    prev_sibling: NDArray[np.int32]
+    child_count: NDArray[np.uint32]
+    head: NDArray[np.int32]
+    tail: NDArray[np.int32]
+    length: NDArray[np.uint16]
+    last_use: NDArray[np.float64]
+    created: NDArray[np.float64]
+    use_count: NDArray[np.uint32]
+    attention: NDArray[np.float32]
+    reused: NDArray[np.uint8]
+    gap_class: NDArray[np.uint8]
+    output_class: NDArray[np.uint8]
+    hint: NDArray[np.uint8]
+
+    def __init__(self, node_count_max: int) -> None:
+        layout = dict(_SHARED)
+        for tier in Tier:
+            layout |= {f"{name}_{tier.name.lower()}": kind for name, kind in _PER_TIER.items()}
+        super().__init__(node_count_max, layout)
+        self.mv = NodeViews(self)
+
+    def of_tier(self, name: str, tier: Tier) -> NDArray[Any]:
+        """One of the tier's own columns: copies, kids, older, newer or leaf_place."""
+        column: NDArray[Any] = getattr(self, f"{name}_{tier.name.lower()}")
+        return column

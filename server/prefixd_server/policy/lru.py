@@ -1,0 +1,47 @@
+"""Leaf-first LRU: the oldest leaf loses its deepest blocks first (POLICY.md D1).
+
+It equals LRU over blocks where each request touches its run from the tail to
+the head, since the view lists nodes in that order, descendants before
+ancestors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixd_server.base.views import TierView
+from prefixd_server.policy.policy import Victims
+
+
+class LruPolicy:
+    """See the module. No state."""
+
+    name = "lru"
+
+    def victims(self, view: TierView, block_count: int, now: float, rng: np.random.Generator) -> Victims:
+        """See Policy. One walk from the old end: a node whose descendants all go is a leaf when it is met."""
+        del now, rng  # neither decides here
+        victims: Victims = []
+        stay_below: set[int] = set()
+        left = block_count
+        if left <= 0:
+            return victims
+        for node in view.by_age():
+            if node not in stay_below:
+                going = view.evictable(node, left)
+                if going:
+                    victims.append((node, going))
+                    left -= going
+                    if left <= 0:
+                        break
+                if going == int(view.copies[node]):
+                    continue
+            # Something stays here, so nothing above may go.
+            self._hold_ancestors(view, node, stay_below)
+        return victims
+
+    def _hold_ancestors(self, view: TierView, node: int, stay_below: set[int]) -> None:
+        above = int(view.parent[node])
+        while above >= 0 and above not in stay_below:
+            stay_below.add(above)
+            above = int(view.parent[above])
