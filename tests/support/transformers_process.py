@@ -1,0 +1,36 @@
+"""An engine process of its own: answers one prompt and prints what it hit and what it computed.
+
+python -m tests.support.transformers_process SOCKET MODEL_DIRECTORY TOKEN_COUNT
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+from prefixd_client import Client
+from prefixd_client.connectors.transformers import Prefill, PrefixCachedModel
+
+from tests.support.models import BLOCK_TOKENS, prompt
+
+
+def digest(prefill: Prefill) -> str:
+    """Of every bit of the logits."""
+    return hashlib.sha256(prefill.logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    """See the module."""
+    socket, directory, token_count = sys.argv[1:]
+    with Client(socket, engine_name="transformers") as client:
+        model = PrefixCachedModel.from_pretrained(
+            directory, client, dtype=torch.float32, block_tokens=BLOCK_TOKENS
+        )
+        prefill = model.prefill(prompt(int(token_count)))
+        print(json.dumps({"hit": prefill.stats.hit_token_count, "digest": digest(prefill)}))
+
+
+if __name__ == "__main__":
+    main()
