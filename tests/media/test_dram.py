@@ -182,7 +182,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_what_segments_need(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     dram_limits.raise_descriptor_limit(1000)
-    assert asked == [(2512, 4096)]
+    assert asked == [(4096, 4096)]
 
 
 def test_memory_is_bound_to_the_nodes_and_tells_where_it_is() -> None:

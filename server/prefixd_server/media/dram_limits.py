@@ -13,8 +13,10 @@ from prefixd_server.media import memory_limit, numa
 
 DESCRIPTORS_PER_SEGMENT = 2
 """The memfd, and the one that Python's mmap keeps of its own."""
-DESCRIPTORS_FOR_OTHERS = 512
-"""Sockets, files and pidfds of the rest of the daemon."""
+DESCRIPTORS_AT_LEAST = 512
+"""Sockets, files and pidfds of the rest of the daemon, when there are few engines."""
+DESCRIPTORS_WISHED = 16_384
+"""The same with thousands of sessions, three descriptors each."""
 
 
 def refuse_unknown_nodes(nodes: tuple[int, ...]) -> None:
@@ -51,14 +53,20 @@ def refuse_too_much(wanted_bytes: int, hugetlb: bool) -> None:
 
 
 def raise_descriptor_limit(segment_count: int) -> None:
-    """Raises our soft limit of open files to what the segments need. Raises ConfigError DRAM_DESCRIPTORS."""
-    wanted = segment_count * DESCRIPTORS_PER_SEGMENT + DESCRIPTORS_FOR_OTHERS
+    """Raises our soft limit of open files to what is wished, as far as the hard one allows.
+
+    Raises:
+        ConfigError: DRAM_DESCRIPTORS, when not even the segments and a few engines fit.
+    """
+    segments = segment_count * DESCRIPTORS_PER_SEGMENT
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise too_many_descriptors(segment_count, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = segments + DESCRIPTORS_WISHED
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    if limit < segments + DESCRIPTORS_AT_LEAST:
+        raise too_many_descriptors(segment_count, limit)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def too_many_descriptors(segment_count: int, limit: int) -> ConfigError:
