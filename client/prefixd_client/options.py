@@ -1,0 +1,42 @@
+"""What can be tuned about a client. Each default says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Deadlines, pauses and bounds. Times are seconds and positive."""
+
+    lookup_timeout_s: float = 0.05
+    """Lookup, Acquire, Redeem: the engine's scheduler waits for these, so a hung daemon costs it this once."""
+    write_timeout_s: float = 0.5
+    """Reserve and Commit: off the way to the first token, yet an engine thread waits."""
+    control_timeout_s: float = 2.0
+    """OpenNamespace, Release, Abort, ReportUsage, heartbeats: nobody but the background thread waits."""
+    stream_timeout_s: float = 60.0
+    """Put and Get, whole: bytes travel through gRPC at 0.1 GB/s."""
+    open_wait_s: float = 2.0
+    """Longest wait of Client() for its first session; a daemon that is not there is noticed sooner."""
+    probe_pause_min_s: float = 0.05
+    """First pause between two attempts to reach a lost daemon."""
+    probe_pause_max_s: float = 2.0
+    """Pauses double up to this."""
+    answer_patience_s: float = 10.0
+    """A session whose heartbeat is unanswered for so long is given up and opened anew."""
+    release_batch_pause_s: float = 0.002
+    """Releases that come within this time travel together."""
+    release_queue_limit: int = 65_536
+    """Releases waiting to be sent; the oldest are dropped beyond it, and their leases expire."""
+    usage_queue_limit: int = 4_096
+    """Usage reports waiting to be sent; the oldest are dropped beyond it."""
+    message_bytes_max: int = 16 << 20
+    """Largest message received; the daemon's own bound is the same."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) <= 0:
+                raise InvalidArgument(item.name, getattr(self, item.name), "must be above 0", "see ClientOptions")

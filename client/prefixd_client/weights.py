@@ -1,0 +1,89 @@
+"""Fingerprint of weight files: sha256 over their content, remembered per file.
+
+Hashing 16 GB takes half a minute, so each file's digest is kept in
+$XDG_CACHE_HOME/prefixd/weights.json under its device, inode, size and time. Files changed in the last seconds
+are hashed and not remembered: their time may not tell the next change. A cache that cannot be read or
+written costs time, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import InvalidArgument
+
+READ_BYTES = 4 << 20
+SETTLED_S = 2.0
+"""A file older than this can be told from its next version by time."""
+REMEMBERED_FILE_COUNT_MAX = 10_000
+
+
+def weights_fingerprint(paths: Iterable[str | Path]) -> str:
+    """ "sha256:<hex>" over names and contents of weight files, whatever their order and folder.
+
+    Raises:
+        InvalidArgument: no file given.
+        OSError: a file cannot be read.
+    """
+    files = sorted((Path(path) for path in paths), key=lambda path: (path.name, str(path)))
+    if not files:
+        raise InvalidArgument("paths", "[]", "needs 1 file or more", "give the model's weight files")
+    cache = _cache_path()
+    known = _remembered(cache)
+    digest = hashlib.sha256(b"prefixd-weights-v1\n")
+    learnt = {}
+    for path in files:
+        before = path.stat()
+        key = f"{before.st_dev}:{before.st_ino}:{before.st_size}:{before.st_mtime_ns}"
+        content = known.get(key)
+        if content is None:
+            content = _content_digest(path)
+            if time.time() - before.st_mtime > SETTLED_S and path.stat() == before:
+                learnt[key] = content
+        digest.update(f"{len(path.name)}:{path.name}:{content}\n".encode())
+    if learnt:
+        _remember(cache, {**known, **learnt})
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _content_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _cache_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "prefixd" / "weights.json"
+
+
+def _remembered(cache: Path) -> dict[str, str]:
+    """What an earlier call has remembered; nothing when the file is absent or not ours."""
+    try:
+        entries = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    return {key: value for key, value in entries.items() if isinstance(value, str)}
+
+
+def _remember(cache: Path, entries: dict[str, str]) -> None:
+    """Replaces the cache file at once, newest entries last; the oldest go beyond the bound."""
+    kept = dict(list(entries.items())[-REMEMBERED_FILE_COUNT_MAX:])
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=cache.parent, prefix="weights-")
+        with os.fdopen(handle, "w") as file:
+            json.dump(kept, file)
+        Path(temporary).replace(cache)
+    except OSError:
+        return
