@@ -63,6 +63,7 @@ class CacheService:
             requests.skip_count(request.skip_block_count, len(run)),
             requests.redeem_shards(request.redeem_shards, spec),
             checks.span_s(request, "ttl"),
+            checks.utf8("request_id", request.request_id, requests.NAME_BYTES_MAX),
         )
         return answers.acquired(acquired, self._cache.boot_id)
 
