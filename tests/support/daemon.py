@@ -22,11 +22,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prefixd_server.app.daemon import Daemon
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.config_sources import load_config
+from prefixd_server.base.logs import route_to_standard_library
 
 from tests.support.wire import short_directory
 
 PREFIXD = Path(sys.executable).with_name("prefixd")
 READY_TIMEOUT_S = 30.0
+# What a daemon in the test's process says is pytest's to show.
+route_to_standard_library()
 SMALL = {"dram.size": "16MiB", "dram.segment": "2MiB", "dram.prefault": "false"}
 
 

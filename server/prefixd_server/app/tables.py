@@ -13,6 +13,7 @@ from prefixd_server.app.plain import plain
 from prefixd_server.base.sizes import human_size
 
 FINGERPRINT_DIGITS = 12
+WIDTH_MIN = 160
 
 
 def fields(message: Message) -> None:
@@ -124,7 +125,10 @@ def check(answer: wire.CheckResponse) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    """Wide enough that nothing is cut; a narrower terminal wraps lines itself."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH_MIN)
+    return console
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,123 @@
+"""app/operate.py and app/tables.py: every verb against a real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from prefixd_server.app.cli import main
+from prefixd_server.app.exits import Exit
+
+from tests.support.daemon import running_daemon
+from tests.support.node import chain
+from tests.support.wire_engine import put_messages, wire_engine
+
+HASHES = chain("a", "b", "c")
+HEX = [key.hex() for key in HASHES]
+
+
+class Operator:
+    """The command, pointed at a daemon that keeps a run of three blocks and a lease on it."""
+
+    def __init__(self, socket: str, fingerprint: str) -> None:
+        self.socket = socket
+        self.fingerprint = fingerprint
+
+    async def run(self, *arguments: str, text: str | None = None) -> Result:
+        """One call, beside the loop that serves it."""
+        return await asyncio.to_thread(
+            CliRunner().invoke, main, [*arguments, "--socket", self.socket], input=text
+        )
+
+    async def json(self, *arguments: str) -> Any:
+        """The answer of a call that must succeed."""
+        result = await self.run(*arguments, "--json")
+        assert result.exit_code == Exit.OK, result.output
+        return json.loads(result.output)
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    """See Operator."""
+    async with running_daemon() as daemon, wire_engine(daemon.config.socket_path) as engine:
+        ref = await engine.open_namespace(block_bytes=4096)
+        await engine.put(*put_messages(ref, HASHES, [bytes(4096)] * 3))
+        await engine.acquire(ref, HASHES)
+        yield Operator(str(daemon.config.socket_path), ref.fingerprint.hex())
+
+
+async def test_stats_balance_as_json_and_read_as_a_table(operator: Operator) -> None:
+    stats = await operator.json("stats")
+    hits = sum(hit["block_count"] for hit in stats["hits"])
+    assert stats["asked_block_count"] == hits + stats["pending_block_count"] + stats["miss_block_count"] == 3
+    (tier,) = stats["tiers"]
+    assert tier["resident_slot_count"] == 3
+    table = (await operator.run("stats")).output
+    assert "3 = 3 hits" in table
+    assert "DRAM" in table
+
+
+async def test_leases_tell_who_holds_what(operator: Operator) -> None:
+    (lease,) = (await operator.json("leases"))["leases"]
+    assert (lease["instance_id"], lease["kind"], lease["slot_count"]) == ("engine", "READ", 3)
+    assert "engine" in (await operator.run("leases")).output
+
+
+async def test_namespaces_are_listed_with_their_bytes(operator: Operator) -> None:
+    (namespace,) = (await operator.json("namespaces"))["namespaces"]
+    assert namespace["namespace"]["fingerprint"] == operator.fingerprint
+    assert (namespace["block_count"], namespace["resident_bytes"]) == (3, 3 * 4096)
+    assert operator.fingerprint[:12] in (await operator.run("namespaces")).output
+
+
+async def test_describe_tells_a_blocks_story(operator: Operator) -> None:
+    named = ("describe", "--namespace", operator.fingerprint[:8])
+    block = await operator.json(*named, HEX[1])
+    assert block["parent_hash"] == HEX[0]
+    assert block["copies"][0]["lease_count"] == 1
+    text = (await operator.run(*named, HEX[1])).output
+    assert "committed" in text
+    unknown = await operator.run(*named, "00" * 32)
+    assert (unknown.exit_code, unknown.output) == (Exit.FAILED, "not kept\n")
+
+
+async def test_pins_hold_and_evict_takes_the_rest(operator: Operator) -> None:
+    named = ("--namespace", operator.fingerprint)
+    assert (await operator.json("pin", *named, HEX[0]))["pinned_block_count"] == 1
+    assert (await operator.json("evict", *named))["held_block_count"] == 3
+    assert (await operator.json("unpin", *named, HEX[0]))["unpinned_block_count"] == 1
+    text = await operator.run("evict", *named, "--keep", "1", "-", text="\n".join(HEX))
+    assert "held_block_count     2" in text.output
+
+
+async def test_drop_namespace_raises_the_epoch(operator: Operator) -> None:
+    dropped = await operator.json("drop-namespace", "--namespace", operator.fingerprint)
+    assert dropped["dropped_block_count"] == 3
+    assert (await operator.json("namespaces"))["namespaces"] == []
+
+
+async def test_check_says_that_everything_balances(operator: Operator) -> None:
+    assert (await operator.json("check"))["problems"] == []
+    assert "everything balances" in (await operator.run("check")).output
+
+
+async def test_drain_fails_while_a_lease_is_held(operator: Operator) -> None:
+    result = await operator.run("drain", "--wait", "0.01", "--json")
+    assert result.exit_code == Exit.FAILED
+    assert json.loads(result.output)["remaining_lease_count"] == 1
+
+
+async def test_an_ambiguous_or_unknown_namespace_is_a_usage_error(operator: Operator) -> None:
+    result = await operator.run("evict", "--namespace", "zz")
+    assert result.exit_code == Exit.USAGE
+    assert "prefixd namespaces" in result.output
+
+
+async def test_a_refusal_is_told_with_its_reason(operator: Operator) -> None:
+    result = await operator.run("describe", "--namespace", f"{operator.fingerprint}@1", HEX[0])
+    assert result.exit_code == Exit.FAILED
+    assert "[NAMESPACE_EPOCH_STALE]" in result.output
