@@ -123,6 +123,7 @@ class NvmeMedium:
 
     def view(self, segment_index: int, offset_bytes: int, length_bytes: int) -> memoryview | None:
         """See Medium: not addressable."""
+        del segment_index, offset_bytes, length_bytes
         return None
 
     def flush(self, segment_indexes: Iterable[int]) -> None:

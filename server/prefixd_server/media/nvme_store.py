@@ -294,7 +294,7 @@ def _raise_descriptor_limit(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    if hard not in {resource.RLIM_INFINITY} and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < wanted:
         raise _refused(
             "NVME_DESCRIPTORS",
             f"{wanted} file descriptors are needed, one a segment, and the limit is {hard}",
