@@ -132,6 +132,7 @@ def test_a_view_outlives_renewal_and_closing(dram: DramMedium) -> None:
 def test_closing_gives_descriptors_back() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     dram = DramMedium(2 * MIB, 4)
+    assert dram.wait_prefaulted(10)
     assert len(list(Path("/proc/self/fd").iterdir())) > before
     dram.close()
     dram.close()
