@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from prefixd_server.base.config import MIB, Config, DramConfig, ServerConfig
-from prefixd_server.base.config_sample import sample_toml, shown_toml
+from prefixd_server.base.config_sample import reference_table, sample_toml, shown_toml
 from prefixd_server.base.config_sources import all_keys, load_config
 from prefixd_server.base.errors import ConfigError
 
+REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SAMPLE = Path(__file__).parents[2] / "deploy" / "prefixd.toml"
 
 
@@ -48,6 +49,10 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path: Path)
 def test_the_committed_sample_is_the_one_generated_and_changes_nothing() -> None:
     assert SAMPLE.read_text() == sample_toml(), "run: prefixd config sample > deploy/prefixd.toml"
     assert load_config(file=SAMPLE) == Config()
+
+
+def test_the_reference_page_holds_the_generated_table() -> None:
+    assert REFERENCE.read_text().endswith(reference_table()), f"the table must be:\n{reference_table()}"
 
 
 def test_every_line_of_the_sample_is_valid_when_uncommented(tmp_path: Path) -> None:

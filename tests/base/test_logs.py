@@ -31,6 +31,11 @@ def written(config: LogConfig) -> io.StringIO:
     return stream
 
 
+def fails_with(secret: str) -> None:
+    """Raises, with a local variable that nobody should see."""
+    raise ValueError(secret[:3])
+
+
 def test_json_is_one_object_a_line_also_for_libraries_and_tracebacks() -> None:
     stream = written(LogConfig())
     logger("prefixd.test").bind(tenant="a").info("stored", block_count=3)
@@ -51,11 +56,9 @@ def test_json_is_one_object_a_line_also_for_libraries_and_tracebacks() -> None:
 def test_the_console_form_is_text_without_colours_or_local_variables() -> None:
     stream = written(LogConfig(format="console"))
     logger("prefixd.test").info("stored", block_count=3)
-    secret = "token"
-    try:
-        raise ValueError(secret[:3])
-    except ValueError:
-        logger("prefixd.test").exception("failed")
+    with pytest.raises(ValueError, match="tok") as caught:
+        fails_with("token")
+    logger("prefixd.test").error("failed", exc_info=caught.value)
     assert "stored" in stream.getvalue()
     assert "ValueError: tok\n" in stream.getvalue()
     assert "'token'" not in stream.getvalue()

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from prefixd_server.base.config import SECTIONS, Config, TenantConfig, section_type
+from prefixd_server.base.config import SECTIONS, Config, TenantConfig
 from prefixd_server.base.config_sources import ENVIRONMENT_PREFIX, all_keys
 from prefixd_server.base.options import key_of
 
@@ -42,18 +42,14 @@ def shown_toml(config: Config) -> str:
     return "".join(parts)
 
 
-def reference_rows() -> list[tuple[str, str, str, str]]:
-    """(key, variable, default as TOML, reason) of every key, for docs/configuration.md."""
-    rows = []
+def reference_table() -> str:
+    """The table of docs/configuration.md: every key, its variable, its default, its reason."""
+    lines = ["| key | variable | default | why |", "|---|---|---|---|"]
     for key, item in all_keys().items():
         variable = ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
-        rows.append((key, variable, item.metadata["form"].show(item.default), item.metadata["why"]))
-    return rows
-
-
-def section_titles() -> dict[str, str]:
-    """Section -> what it is about."""
-    return {name: (section_type(name).__doc__ or "").strip() for name in SECTIONS}
+        shown = item.metadata["form"].show(item.default)
+        lines.append(f"| `{key}` | `{variable}` | `{shown}` | {item.metadata['why']} |")
+    return "\n".join(lines) + "\n"
 
 
 def _lines(section: Any) -> list[tuple[str, str]]:

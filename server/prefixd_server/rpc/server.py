@@ -13,7 +13,6 @@ from typing import Any, cast
 import grpc.aio
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prefixd.v1 import admin_service_pb2, cache_service_pb2
 
 from prefixd_server.base.config import LeaseConfig
@@ -23,6 +22,8 @@ from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc.admin_service import AdminService, Drain
 from prefixd_server.rpc.cache_service import CacheService
 from prefixd_server.rpc.handlers import TRANSPORT_BYTES_MAX, service_handler
+from prefixd_server.rpc.reflection import SERVICE_NAME as REFLECTION_NAME
+from prefixd_server.rpc.reflection import serve_reflection
 from prefixd_server.rpc.seat import Seat, staging_directory
 from prefixd_server.rpc.sockets import publish
 
@@ -35,7 +36,7 @@ _OUR_SERVICES = (
 SERVICE_NAMES = (
     *(service.full_name for service in _OUR_SERVICES),
     health.SERVICE_NAME,
-    reflection.SERVICE_NAME,
+    REFLECTION_NAME,
     "grpc.channelz.v1.Channelz",
 )
 # The stubs of these packages know only their threaded halves.
@@ -70,7 +71,7 @@ class WireServer:
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(SERVICE_NAMES, self._server)
+        serve_reflection(SERVICE_NAMES, self._server)
         _ADD_CHANNELZ(self._server)
 
     async def open_unix(self, path: Path, mode: int, group: str) -> None:
