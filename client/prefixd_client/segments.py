@@ -165,8 +165,11 @@ class SegmentMap:
                 self._mapped.pop(number, None)
 
     def close(self) -> None:
-        """Lets go of all mappings, then of the connection: the daemon takes its end for our word that
-        nothing is written any more. Idempotent."""
+        """Lets go of all mappings, then of the connection. Idempotent.
+
+        Nobody may be writing to a segment any more: a daemon that cannot see our pid takes the
+        connection's end for the proof of it.
+        """
         with self._state:
             if self._closed:
                 return
