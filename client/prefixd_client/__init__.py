@@ -1,1 +1,56 @@
 """The prefixd client library: what an engine imports."""
+
+from __future__ import annotations
+
+from .client import Client, Namespace
+from .errors import (
+    CallerError,
+    ClientClosed,
+    DaemonRefused,
+    ForkedError,
+    InvalidArgument,
+    PrefixdClientError,
+)
+from .leases import ReadLease, WriteLease
+from .namespace import KvGroup, NamespaceSpec
+from .options import ClientOptions
+from .values import (
+    ClientStatus,
+    Committed,
+    DeclineReason,
+    PutResult,
+    RequestPhase,
+    ReserveOutcome,
+    RunHits,
+    StopReason,
+    Tier,
+    UsageReport,
+)
+from .version import __version__
+
+__all__ = [
+    "CallerError",
+    "Client",
+    "ClientClosed",
+    "ClientOptions",
+    "ClientStatus",
+    "Committed",
+    "DaemonRefused",
+    "DeclineReason",
+    "ForkedError",
+    "InvalidArgument",
+    "KvGroup",
+    "Namespace",
+    "NamespaceSpec",
+    "PrefixdClientError",
+    "PutResult",
+    "ReadLease",
+    "RequestPhase",
+    "ReserveOutcome",
+    "RunHits",
+    "StopReason",
+    "Tier",
+    "UsageReport",
+    "WriteLease",
+    "__version__",
+]

@@ -59,12 +59,17 @@ def pieces_of(memory: BlockMemory, block_bytes: int, *, writable: bool) -> Piece
     size = sum(nbytes for _, nbytes in pieces)
     if size != block_bytes:
         raise InvalidArgument(
-            "block", f"{size} bytes", f"a block of this namespace and KV group has {block_bytes} bytes", _REMEDY
+            "block",
+            f"{size} bytes",
+            f"a block of this namespace and KV group has {block_bytes} bytes",
+            _REMEDY,
         )
     return pieces
 
 
-def paged_blocks(layers: Sequence[CpuTensor | np.ndarray[Any, Any]], block_ids: Iterable[int]) -> list[Pieces]:
+def paged_blocks(
+    layers: Sequence[CpuTensor | np.ndarray[Any, Any]], block_ids: Iterable[int]
+) -> list[Pieces]:
     """Blocks of a paged KV cache: one tensor per layer whose first dimension is the block.
 
     Returns, for each block id, one piece per layer in the order given. Each tensor must be contiguous, so
@@ -78,7 +83,9 @@ def paged_blocks(layers: Sequence[CpuTensor | np.ndarray[Any, Any]], block_ids: 
     blocks = []
     for block in block_ids:
         if not all(0 <= block < count for _, _, count in bases):
-            raise InvalidArgument("block_ids", block, "must lie inside every layer's tensor", "check the block table")
+            raise InvalidArgument(
+                "block_ids", block, "must lie inside every layer's tensor", "check the block table"
+            )
         blocks.append(tuple((address + block * nbytes, nbytes) for address, nbytes, _ in bases))
     return blocks
 
@@ -93,7 +100,9 @@ def _piece(piece: Any, writable: bool) -> tuple[int, int]:
     if isinstance(piece, CpuTensor):
         device = getattr(piece, "device", None)
         if not piece.is_contiguous() or getattr(device, "type", "cpu") != "cpu":
-            raise InvalidArgument("block", f"tensor on {device}", "must be contiguous and on the CPU", _REMEDY)
+            raise InvalidArgument(
+                "block", f"tensor on {device}", "must be contiguous and on the CPU", _REMEDY
+            )
         return piece.data_ptr(), piece.nbytes
     try:
         array = np.frombuffer(piece, dtype=np.uint8)

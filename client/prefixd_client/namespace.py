@@ -10,6 +10,7 @@ import platform
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from prefixd.v1 import types_pb2
 
@@ -75,13 +76,15 @@ class NamespaceSpec:
         if not self.kv_groups:
             raise InvalidArgument("kv_groups", "()", "needs 1 group or more", "describe the layers")
         if any(group.block_bytes < 1 for group in self.kv_groups):
-            raise InvalidArgument("kv_groups", self.kv_groups, "block_bytes must be 1 or more", "count the bytes")
+            raise InvalidArgument(
+                "kv_groups", self.kv_groups, "block_bytes must be 1 or more", "count the bytes"
+            )
 
     def to_wire(self) -> types_pb2.NamespaceSpec:
         """The message that OpenNamespace carries."""
         groups = [
             types_pb2.KvGroup(
-                kind=types_pb2.KvGroupKind.ValueType(int(group.kind)),
+                kind=wire_enum(group.kind),
                 block_bytes=group.block_bytes,
                 layer_count=group.layer_count,
             )
@@ -94,6 +97,11 @@ class NamespaceSpec:
             checksum_algorithm=types_pb2.CHECKSUM_ALGORITHM_XXH3_64,
             encoding=types_pb2.BLOCK_ENCODING_RAW,
         )
+
+
+def wire_enum(value: IntEnum) -> Any:
+    """An enum of ours as a generated message takes it: the numbers agree, the types do not."""
+    return int(value)
 
 
 def isa_class() -> str:

@@ -12,11 +12,13 @@ class ClientOptions:
     """Deadlines, pauses and bounds. Times are seconds and positive."""
 
     lookup_timeout_s: float = 0.05
-    """Lookup, Acquire, Redeem: the engine's scheduler waits for these, so a hung daemon costs it this once."""
+    """Lookup, Acquire, Redeem: the engine's scheduler waits for these; a hung daemon costs it this once."""
     write_timeout_s: float = 0.5
     """Reserve and Commit: off the way to the first token, yet an engine thread waits."""
     control_timeout_s: float = 2.0
     """OpenNamespace, Release, Abort, ReportUsage, heartbeats: nobody but the background thread waits."""
+    segment_timeout_s: float = 0.5
+    """Companion connection, and each answer on it: an engine waits when it needs a segment not mapped yet."""
     stream_timeout_s: float = 60.0
     """Put and Get, whole: bytes travel through gRPC at 0.1 GB/s."""
     open_wait_s: float = 2.0
@@ -39,4 +41,6 @@ class ClientOptions:
     def __post_init__(self) -> None:
         for item in fields(self):
             if getattr(self, item.name) <= 0:
-                raise InvalidArgument(item.name, getattr(self, item.name), "must be above 0", "see ClientOptions")
+                raise InvalidArgument(
+                    item.name, getattr(self, item.name), "must be above 0", "see ClientOptions"
+                )

@@ -3,7 +3,7 @@
     h[-1] = sha256(b"prefixd-prefix-v1\\n" + seed)
     h[i]  = sha256(h[i-1] + tokens of block i as u32 little-endian + extra[i])
 
-Only full blocks are hashed. Put `sha256_u32le` and the seed into the NamespaceSpec. The extra bytes of a block
+Only full blocks are hashed. Put `sha256_u32le` and the seed into the NamespaceSpec. A block's extra bytes
 name what its KV depends on besides tokens (an image, an adapter); None and b"" are the same.
 """
 
@@ -42,7 +42,9 @@ def chain_hashes(
         InvalidArgument: an id out of range, block_tokens below 1, or extra of another length.
     """
     if block_tokens < 1:
-        raise InvalidArgument("block_tokens", block_tokens, "must be 1 or more", "use the namespace's block_tokens")
+        raise InvalidArgument(
+            "block_tokens", block_tokens, "must be 1 or more", "use the namespace's block_tokens"
+        )
     tokens = np.asarray(token_ids)
     block_count = len(tokens) // block_tokens
     if extra is not None and len(extra) != block_count:
@@ -50,7 +52,9 @@ def chain_hashes(
     if block_count == 0:
         return []
     if tokens.dtype.kind not in "iu" or int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32:
-        raise InvalidArgument("token_ids", tokens.dtype, "ids must be integers of 0 to 2**32 - 1", "check the tokenizer")
+        raise InvalidArgument(
+            "token_ids", tokens.dtype, "ids must be integers of 0 to 2**32 - 1", "check the tokenizer"
+        )
     packed = memoryview(tokens[: block_count * block_tokens].astype("<u4").tobytes())
     block_bytes = 4 * block_tokens
     parent = hashlib.sha256(_ROOT + seed).digest()

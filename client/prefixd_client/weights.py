@@ -39,17 +39,23 @@ def weights_fingerprint(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256(b"prefixd-weights-v1\n")
     learnt = {}
     for path in files:
-        before = path.stat()
-        key = f"{before.st_dev}:{before.st_ino}:{before.st_size}:{before.st_mtime_ns}"
+        key, changed_at = _version(path)
         content = known.get(key)
         if content is None:
             content = _content_digest(path)
-            if time.time() - before.st_mtime > SETTLED_S and path.stat() == before:
+            if time.time() - changed_at > SETTLED_S and _version(path)[0] == key:
                 learnt[key] = content
         digest.update(f"{len(path.name)}:{path.name}:{content}\n".encode())
     if learnt:
         _remember(cache, {**known, **learnt})
     return f"sha256:{digest.hexdigest()}"
+
+
+def _version(path: Path) -> tuple[str, float]:
+    """What tells one version of a file from the next, and when it was made (seconds since the epoch)."""
+    found = path.stat()
+    key = f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+    return key, found.st_mtime
 
 
 def _content_digest(path: Path) -> str:

@@ -1,0 +1,221 @@
+"""The background thread of a client: keeps a session, renews leases, empties the outbox.
+
+It alone opens and closes sessions, so after a restart of the daemon everything comes back with no call from
+the engine. One step decides what is due, does it, and says how long to wait for the next; news wake it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+from prefixd.v1 import cache_service_pb2 as wire
+
+from .breaker import Backoff
+from .calls import usage_message
+from .control import RENEWED_LEASE_COUNT_MAX, Control, log
+from .failures import Verdict, failure_of
+from .session import Session, SessionFailed, open_session
+
+BATCH_MAX = 4_096
+"""Releases in one request."""
+USAGE_BATCH_MAX = 1_024
+USAGE_HASHES_MAX = 65_536
+"""Hashes in one batch of reports: 2 MiB."""
+HEALTHY_S = 5.0
+"""After so long without trouble the next trouble starts with short pauses again."""
+IDLE_S = 1.0
+"""Longest pause, where the daemon asks for no heartbeat sooner."""
+
+
+class Keeper:
+    """See the module. Made and joined by the client."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._options = control.options
+        self._backoff = Backoff(self._options.probe_pause_min_s, self._options.probe_pause_max_s)
+        self._probe_at = 0.0
+        """Not before this: the next attempt to open a session, or to ask a silent daemon."""
+        self._well_since: float | None = None
+        self._namespaces_at = 0.0
+        """Not before this: the next attempt to open namespaces."""
+        self._beaten_at = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefixd-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, the session with it; what the outbox holds is sent if the daemon answers."""
+        self._stopping.set()
+        self._control.wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        control = self._control
+        while not self._stopping.is_set():
+            pause = self._step()
+            control.attempted.set()
+            control.wake.wait(max(0.0, pause))
+            control.wake.clear()
+        session = control.session
+        if session is not None:
+            self._empty_outbox(session)
+            session.close()
+        control.session = None
+
+    def _step(self) -> float:
+        """Does what is due; returns seconds until something will be."""
+        session = self._control.session
+        self._note_health()
+        if session is None or session.is_lost:
+            return self._reopen(session)
+        self._open_namespaces(session)
+        self._empty_outbox(session)
+        return self._beat(session)
+
+    def _note_health(self) -> None:
+        """Resets the pauses after a healthy while, and sets the pause when trouble has just begun."""
+        now, control = self._control.now(), self._control
+        if control.breaker.is_open:
+            if self._well_since is not None:
+                if now - self._well_since > HEALTHY_S:
+                    self._backoff.reset()
+                self._probe_at = now + self._backoff.next_pause_s()
+            self._well_since = None
+        elif self._well_since is None:
+            self._well_since = now
+
+    # -- the session -----------------------------------------------------------------------------------
+
+    def _reopen(self, old: Session | None) -> float:
+        """Opens a session, unless it is too early; returns seconds until the next attempt."""
+        control = self._control
+        if old is not None:
+            old.close()
+            control.session = None
+        early = self._probe_at - control.now()
+        if early > 0:
+            return early
+        try:
+            session = open_session(
+                control.target, self._options, control.instance_id, control.engine_name, control
+            )
+        except SessionFailed as error:
+            if control.breaker.reason != str(error):
+                control.breaker.reason = str(error)
+                log.info("no session with the daemon at %s: %s", control.target, error)
+            pause = self._backoff.next_pause_s()
+            self._probe_at = control.now() + pause
+            return pause
+        control.installed(session)
+        self._namespaces_at = 0.0
+        self._open_namespaces(session)
+        self._beaten_at = control.now()
+        control.answers(session)
+        return 0.0
+
+    def _open_namespaces(self, session: Session) -> None:
+        """Opens what the session lacks; after a failure that may pass, not again for a while."""
+        control = self._control
+        if control.now() < self._namespaces_at:
+            return
+        for spec in control.unopened(session):
+            failure = session.open_namespace(spec)
+            if failure is None:
+                continue
+            if failure.verdict is Verdict.REFUSED:
+                control.refuse(spec, failure)
+            else:
+                self._namespaces_at = control.now() + IDLE_S
+                control.follow(failure, session, spec)
+                return
+
+    def _beat(self, session: Session) -> float:
+        """Sends a heartbeat when one is due, and notices when one is not answered."""
+        control, options = self._control, self._options
+        now = control.now()
+        beat = session.beat
+        if beat is not None:
+            silent_s = now - beat.sent_at
+            if silent_s > options.answer_patience_s:
+                control.session_lost(session, f"no answer to a heartbeat in {silent_s:.1f} s")
+                return 0.0
+            if silent_s > options.control_timeout_s:
+                control.open_breaker(f"no answer to a heartbeat in {silent_s:.1f} s")
+                return options.answer_patience_s - silent_s
+            return options.control_timeout_s - silent_s + 0.001
+        interval = session.opened.heartbeat_interval.ToNanoseconds() / 1e9 or IDLE_S
+        is_probe = control.breaker.is_open and not session.is_draining
+        due_at = min(self._probe_at, self._beaten_at + interval) if is_probe else self._beaten_at + interval
+        if now < due_at:
+            return due_at - now
+        leases = [lease for lease in control.held_leases() if lease.session is session]
+        tokens = list({lease.token for lease in leases})[:RENEWED_LEASE_COUNT_MAX]
+        session.send_heartbeat(tokens, control.statistics.since_last())
+        self._beaten_at = now
+        return min(interval, options.control_timeout_s)
+
+    # -- the outbox ------------------------------------------------------------------------------------
+
+    def _empty_outbox(self, session: Session) -> None:
+        """Sends what waits, in batches, as long as the daemon answers."""
+        control = self._control
+        while len(control.outbox) and not session.is_lost:
+            if control.breaker.is_open and not session.is_draining:
+                return
+            if not self._stopping.is_set():
+                self._stopping.wait(self._options.release_batch_pause_s)
+            if not self._send_endings(session) or not self._send_usage(session):
+                return
+
+    def _send_endings(self, session: Session) -> bool:
+        """One batch of releases and aborts; False when the daemon is away and they wait on."""
+        outbox = self._control.outbox
+        releases, aborts = outbox.take_endings(session.boot_id, BATCH_MAX)
+        while aborts:
+            abort = wire.AbortRequest(session_id=session.session_id, token=aborts[-1].token)
+            if not self._sent(session, "Abort", abort):
+                outbox.put_back(session.boot_id, releases, aborts)
+                return False
+            aborts.pop()
+        if releases:
+            release = wire.ReleaseRequest(session_id=session.session_id, releases=releases)
+            if not self._sent(session, "Release", release):
+                outbox.put_back(session.boot_id, releases, [])
+                return False
+        return True
+
+    def _send_usage(self, session: Session) -> bool:
+        """One batch of reports; those of namespaces that are not open are dropped."""
+        taken = self._control.outbox.take_usage(USAGE_BATCH_MAX, USAGE_HASHES_MAX)
+        reports = [
+            usage_message(report, session.refs[spec]) for spec, report in taken if spec in session.refs
+        ]
+        if not reports:
+            return True
+        request = wire.ReportUsageRequest(session_id=session.session_id, reports=reports)
+        return self._sent(session, "ReportUsage", request)
+
+    def _sent(
+        self,
+        session: Session,
+        method: str,
+        request: wire.AbortRequest | wire.ReleaseRequest | wire.ReportUsageRequest,
+    ) -> bool:
+        """Sends one request; False when it is worth sending again once the daemon answers."""
+        try:
+            getattr(session.stub, method)(request, timeout=self._options.control_timeout_s)
+        except grpc.RpcError as error:
+            failure = failure_of(error)
+            if failure.verdict is Verdict.REFUSED:
+                log.warning("%s was refused: %s", method, failure)
+                return True
+            self._control.follow(failure, session, None)
+            return failure.verdict not in (Verdict.AWAY, Verdict.SESSION_ENDED)
+        except ValueError:  # the channel was closed meanwhile
+            return False
+        return True

@@ -1,0 +1,97 @@
+"""What an engine need not wait for: releases, aborts and usage reports on their way to the daemon.
+
+Bounded: beyond its limit the oldest entry goes, its lease expires by itself, and the loss is counted. Entries
+belong to one boot of the daemon and are dropped when another answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from prefixd.v1 import cache_service_pb2 as wire
+
+from .namespace import NamespaceSpec
+from .values import UsageReport
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A write lease to give up: nobody in this process writes to its slots any more."""
+
+    token: bytes
+
+
+class Outbox:
+    """Thread-safe queues.
+
+    Args:
+        lease_limit: releases and aborts, together.
+        usage_limit: usage reports.
+    """
+
+    def __init__(self, lease_limit: int, usage_limit: int) -> None:
+        self._lock = threading.Lock()
+        self._lease_limit = lease_limit
+        self._endings: deque[tuple[bytes, wire.LeaseRelease | Abort]] = deque()
+        """(boot id, what ends)."""
+        self._usage: deque[tuple[NamespaceSpec, UsageReport]] = deque(maxlen=usage_limit)
+        self._abandoned: deque[tuple[bytes, wire.LeaseRelease | Abort]] = deque()
+        """Of leases that were collected: filled without a lock, since a collection may run inside any."""
+        self.dropped_count = 0
+
+    def __len__(self) -> int:
+        return len(self._endings) + len(self._usage) + len(self._abandoned)
+
+    def abandon(self, boot_id: bytes, ending: wire.LeaseRelease | Abort) -> None:
+        """Queues the end of a lease whose holder forgot it. Safe inside __del__."""
+        self._abandoned.append((boot_id, ending))
+
+    def end_lease(self, boot_id: bytes, ending: wire.LeaseRelease | Abort) -> None:
+        """Queues a release or an abort."""
+        with self._lock:
+            if len(self._endings) >= self._lease_limit:
+                self._endings.popleft()
+                self.dropped_count += 1
+            self._endings.append((boot_id, ending))
+
+    def report_usage(self, spec: NamespaceSpec, report: UsageReport) -> None:
+        """Queues a usage report."""
+        with self._lock:
+            if len(self._usage) == self._usage.maxlen:
+                self.dropped_count += 1
+            self._usage.append((spec, report))
+
+    def take_endings(self, boot_id: bytes, limit: int) -> tuple[list[wire.LeaseRelease], list[Abort]]:
+        """Up to `limit` entries of this boot, oldest first; those of other boots are dropped."""
+        releases: list[wire.LeaseRelease] = []
+        aborts: list[Abort] = []
+        with self._lock:
+            while self._abandoned:
+                self._endings.append(self._abandoned.popleft())
+            while self._endings and len(releases) + len(aborts) < limit:
+                boot, ending = self._endings.popleft()
+                if boot != boot_id:
+                    continue
+                if isinstance(ending, Abort):
+                    aborts.append(ending)
+                else:
+                    releases.append(ending)
+        return releases, aborts
+
+    def put_back(self, boot_id: bytes, releases: list[wire.LeaseRelease], aborts: list[Abort]) -> None:
+        """Entries that could not be sent; they are tried again first."""
+        with self._lock:
+            endings: list[wire.LeaseRelease | Abort] = [*aborts, *releases]
+            self._endings.extendleft((boot_id, ending) for ending in reversed(endings))
+
+    def take_usage(self, limit: int, hash_limit: int) -> list[tuple[NamespaceSpec, UsageReport]]:
+        """Up to `limit` reports, oldest first, that together carry few more than `hash_limit` hashes."""
+        taken: list[tuple[NamespaceSpec, UsageReport]] = []
+        hash_count = 0
+        with self._lock:
+            while self._usage and len(taken) < limit and hash_count < hash_limit:
+                taken.append(self._usage.popleft())
+                hash_count += len(taken[-1][1].block_hashes)
+        return taken
