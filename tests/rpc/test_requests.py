@@ -27,13 +27,19 @@ def reason_of(call: Any, *args: Any, **kwargs: Any) -> str:
     return caught.value.reason
 
 
+def lookup(hashes: list[bytes]) -> wire.LookupRequest:
+    """A request that carries a run."""
+    ref = types_pb2.NamespaceRef(fingerprint=b"f" * 32, epoch=1)
+    return wire.LookupRequest(namespace=ref, block_hashes=hashes)
+
+
 @given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=20))
 def test_a_run_of_whole_hashes_is_packed_in_order(hashes: list[bytes]) -> None:
-    assert checks.run(hashes, 32).tobytes() == b"".join(hashes)
+    assert checks.run(lookup(hashes), 32).tobytes() == b"".join(hashes)
 
 
 def test_short_hashes_are_padded_and_stay_distinct() -> None:
-    run = checks.run([b"\1" * 16, b"\2" * 16], 16)
+    run = checks.run(lookup([b"\1" * 16, b"\2" * 16]), 16)
     assert run.shape == (2, 4)
     assert not run[:, 2:].any()
 
@@ -48,16 +54,16 @@ def test_short_hashes_are_padded_and_stay_distinct() -> None:
     ],
 )
 def test_a_malformed_run_is_refused(hashes: list[bytes], reason: str) -> None:
-    assert reason_of(checks.run, hashes, 32) == reason
+    assert reason_of(checks.run, lookup(hashes), 32) == reason
 
 
 def test_the_refusal_of_a_hash_names_its_place() -> None:
     with pytest.raises(InvalidRequest, match=r"block_hashes\[1\] has 3 bytes.*have 32"):
-        checks.run([b"x" * 32, b"abc"], 32)
+        checks.run(lookup([b"x" * 32, b"abc"]), 32)
 
 
 def test_an_empty_run_passes_where_it_means_everything() -> None:
-    assert checks.run([], 32, allow_empty=True).shape == (0, 4)
+    assert checks.run(lookup([]), 32, allow_empty=True).shape == (0, 4)
 
 
 @pytest.mark.parametrize(

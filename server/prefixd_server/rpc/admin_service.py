@@ -63,20 +63,20 @@ class AdminService:
     def evict(self, request: wire.EvictRequest) -> wire.EvictResponse:
         """Evicts blocks of a run, or all."""
         ref, spec = self._namespace(request)
-        run = checks.run(request.block_hashes, spec.hash_bytes, allow_empty=True)
+        run = checks.run(request, spec.hash_bytes, allow_empty=True)
         evicted, held = self._cache.evict(self._tenant, ref, _or_none(run), request.keep_block_count)
         return wire.EvictResponse(evicted_block_count=evicted, held_block_count=held)
 
     def pin(self, request: wire.PinRequest) -> wire.PinResponse:
         """Keeps a run from eviction."""
         ref, spec = self._namespace(request)
-        run = checks.run(request.block_hashes, spec.hash_bytes)
+        run = checks.run(request, spec.hash_bytes)
         return wire.PinResponse(pinned_block_count=self._cache.pin(self._tenant, ref, run, True))
 
     def unpin(self, request: wire.UnpinRequest) -> wire.UnpinResponse:
         """Undoes pin."""
         ref, spec = self._namespace(request)
-        run = checks.run(request.block_hashes, spec.hash_bytes)
+        run = checks.run(request, spec.hash_bytes)
         return wire.UnpinResponse(unpinned_block_count=self._cache.pin(self._tenant, ref, run, False))
 
     async def drain(self, request: wire.DrainRequest) -> wire.DrainResponse:

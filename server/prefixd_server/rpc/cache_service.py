@@ -48,13 +48,13 @@ class CacheService:
     def lookup(self, request: wire.LookupRequest) -> wire.LookupResponse:
         """Tells what would hit."""
         ref, spec = self._namespace(request)
-        run = checks.run(request.block_hashes, spec.hash_bytes)
+        run = checks.run(request, spec.hash_bytes)
         return answers.lookup(self._cache.lookup(self._tenant, ref, run))
 
     def acquire(self, request: wire.AcquireRequest) -> wire.AcquireResponse:
         """Leases the longest resident prefix."""
         ref, spec = self._namespace(request)
-        run = checks.run(request.block_hashes, spec.hash_bytes)
+        run = checks.run(request, spec.hash_bytes)
         acquired = self._cache.acquire(
             self._tenant,
             requests.session_id(request.session_id),
@@ -89,7 +89,7 @@ class CacheService:
             requests.shard(request.shard, spec),
             requests.kv_group(request.kv_group, spec),
             _parent(request.parent_hash, spec),
-            checks.run(request.block_hashes, spec.hash_bytes),
+            checks.run(request, spec.hash_bytes),
             checks.span_s(request, "ttl"),
             checks.span_s(request, "recompute_cost", allow_zero=True),
         )
@@ -135,7 +135,7 @@ class CacheService:
         """Hands out the hit blocks, in pieces."""
         ref, spec = self._namespace(request)
         shard, group = requests.shard(request.shard, spec), requests.kv_group(request.kv_group, spec)
-        run = checks.run(request.block_hashes, spec.hash_bytes)
+        run = checks.run(request, spec.hash_bytes)
         source = self._cache.begin_get(self._tenant, ref, shard, group, run)
         try:
             summary = wire.GetSummary(hit_block_count=source.hit_count, block_bytes=source.block_bytes)

@@ -198,7 +198,7 @@ def _report(entry: wire.UsageReport, spec_of: SpecOf) -> UsageReport:
         namespace=ref,
         request_id=checks.utf8("reports.request_id", entry.request_id, NAME_BYTES_MAX, required=True),
         phase=RequestPhase(entry.phase),
-        hashes=checks.run(entry.block_hashes, spec.hash_bytes) if entry.block_hashes else None,
+        hashes=checks.run(entry, spec.hash_bytes) if entry.block_hashes else None,
         queue_position=entry.queue_position,
         engine_hit_block_count=entry.engine_hit_block_count,
         output_token_count=entry.output_token_count,
