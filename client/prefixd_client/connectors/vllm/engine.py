@@ -1,0 +1,45 @@
+"""Reads vLLM's own objects: what a release changes of them is changed here and in versions.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+
+def worker_ranks() -> tuple[int, int]:
+    """(pipeline rank, tensor rank) of this worker."""
+    return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def group_layer_names(kv_cache_config: Any) -> list[str]:
+    """The layers of the one KV cache group, in its order."""
+    return list(kv_cache_config.kv_cache_groups[0].layer_names)
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """The model's attention layers by name."""
+    return dict(vllm_config.compilation_config.static_forward_context)
+
+
+def kv_cache_layout(vllm_config: Any, kv_cache_config: Any) -> str:
+    """vLLM's name for the order of dimensions; empty where a release has none."""
+    for config in (kv_cache_config, vllm_config.cache_config):
+        name = getattr(config, "kv_cache_layout", None)
+        if name:
+            return str(name)
+    return ""
+
+
+def attention_isa(vllm_config: Any, kv_cache_config: Any) -> str:
+    """How the CPU kernels order a block's inside, which the tensors' shape does not tell; empty on GPUs."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - resolved late in a worker's start
+
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - imports CPU kernels
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    cache = vllm_config.cache_config
+    head_size = getattr(spec, "head_size", None)
+    return str(_get_attn_isa(vllm_config.model_config.dtype, cache.block_size, head_size, cache.cache_dtype))

@@ -1,0 +1,185 @@
+"""Fills a namespace from an engine: everything the bytes of its KV depend on besides the tokens.
+
+The engine's prefix hash covers tokens, images, prompt embeddings, cache salt, and an adapter by name and
+path. All else is here. Both sides of the connector contribute: the workers tell how their memory looks
+(WorkerFacts, sent once at start), the scheduler knows the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixd_client.namespace import KvGroup, NamespaceSpec, weights_fingerprint
+
+from .kv_memory import LayerLayout
+from .refusals import UnsupportedEngine, hash_bytes
+from .settings import Settings
+from .shards import ShardPlan
+from .versions import layout_version
+
+ENGINE_NAME = "vllm"
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Entries of a model configuration that no byte depends on, or that are added resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """How one worker's KV cache looks; the same on every rank of an engine that can be served."""
+
+    layouts: tuple[LayerLayout, ...]
+    attention_backend: str
+    cpu_isa_class: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on this rank, all its layers."""
+        return sum(layout.block_bytes for layout in self.layouts)
+
+    @property
+    def layout_name(self) -> str:
+        """Name of the byte layout: readable, and exact through its digest."""
+        first = self.layouts[0]
+        digest = hashlib.sha256(repr(self.layouts).encode()).hexdigest()[:16]
+        return f"{len(self.layouts)}x{first.dtype}{list(first.shape)}/{list(first.strides)};{digest}"
+
+
+def agreed_facts(facts: Mapping[tuple[int, int], WorkerFacts]) -> WorkerFacts:
+    """The facts of all ranks. Raises UnsupportedEngine when they differ: a namespace has one block size."""
+    first_rank, first = next(iter(facts.items()))
+    for rank, other in facts.items():
+        if other != first:
+            raise UnsupportedEngine(
+                f"rank (pipeline, tensor) = {rank} lays its KV out in another way than rank {first_rank}",
+                "choose pipeline and tensor parallel sizes that divide layers and heads evenly",
+            )
+    return first
+
+
+def namespace_spec(
+    vllm_config: Any,
+    facts: WorkerFacts,
+    plan: ShardPlan,
+    settings: Settings,
+    *,
+    weights: str,
+    version: str,
+    kv_cache_layout: str,
+) -> NamespaceSpec:
+    """The namespace of an engine's KV without an adapter.
+
+    Args:
+        vllm_config: vLLM's resolved configuration.
+        facts: what the workers agree on.
+        plan: which ranks' bytes differ.
+        settings: the operator's.
+        weights: fingerprint of the weights the engine has loaded.
+        version: vLLM's own.
+        kv_cache_layout: vLLM's name of the layout, empty where it has none.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kv_dtype = facts.layouts[0].dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype)
+    return NamespaceSpec(
+        model_id=settings.model_id or str(model.model),
+        weights_fingerprint=weights,
+        model_config_fingerprint=model_config_fingerprint(model),
+        tokenizer_fingerprint=f"{model.tokenizer}@{model.tokenizer_revision or ''}",
+        kv_dtype=kv_dtype,
+        kv_layout=f"{kv_cache_layout};{facts.layout_name}",
+        attention_backend=facts.attention_backend,
+        cpu_isa_class=facts.cpu_isa_class,
+        block_tokens=int(cache.block_size),
+        kv_groups=(KvGroup(block_bytes=facts.block_bytes, layer_count=len(facts.layouts)),),
+        tensor_parallel_size=int(vllm_config.parallel_config.tensor_parallel_size),
+        pipeline_parallel_size=int(vllm_config.parallel_config.pipeline_parallel_size),
+        shard_count=plan.shard_count,
+        hash_algorithm=f"vllm-{cache.prefix_caching_hash_algo}",
+        hash_seed=os.environ.get("PYTHONHASHSEED", ""),
+        hash_bytes=hash_bytes(cache.prefix_caching_hash_algo),
+        engine_name=ENGINE_NAME,
+        layout_version=layout_version(version),
+    )
+
+
+def model_config_fingerprint(model: Any) -> str:
+    """sha256 (hex) of the resolved configuration: RoPE, overrides, windows, quantisation, compute type."""
+    resolved = {key: value for key, value in model.hf_config.to_dict().items() if key not in NAMES_ONLY}
+    resolved["prefixd"] = {
+        "computes_in": str(model.dtype),
+        "quantization": str(model.quantization),
+        "implementation": str(getattr(model, "model_impl", "")),
+        "sliding_window": str(model.get_sliding_window()),
+    }
+    canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def engine_weights(vllm_config: Any, settings: Settings) -> str:
+    """Fingerprint of the base model's weights: the operator's word, else sha256 over the files.
+
+    Raises UnsupportedEngine when there are no files to read.
+    """
+    if settings.weights_revision:
+        return f"revision:{settings.weights_revision}"
+    if vllm_config.load_config.load_format == "dummy":
+        raise UnsupportedEngine(
+            "load_format dummy has no weight files to tell models apart",
+            "set kv_connector_extra_config.weights_revision to a name of these weights",
+        )
+    return weights_fingerprint(weight_files(vllm_config))
+
+
+def weight_files(vllm_config: Any) -> list[Path]:
+    """The files that hold the model's weights, in a directory or in the Hugging Face cache."""
+    name = Path(str(vllm_config.model_config.model))
+    if name.is_file():
+        return [name]
+    found = _files_in(name if name.is_dir() else _snapshot(vllm_config))
+    if not found:
+        raise UnsupportedEngine(
+            f"{name}: no weight files ({', '.join(WEIGHT_PATTERNS)})",
+            "set kv_connector_extra_config.weights_revision to the revision that this engine runs",
+        )
+    return found
+
+
+def _files_in(directory: Path) -> list[Path]:
+    return sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern))
+
+
+def _snapshot(vllm_config: Any) -> Path:
+    """The local directory of a model named by its hub id."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with the engine, not with the client
+
+    model = vllm_config.model_config
+    return Path(
+        snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=vllm_config.load_config.download_dir,
+            local_files_only=True,
+        )
+    )
+
+
+def adapter_fingerprint(path: str) -> str:
+    """Content of an adapter's files. Raises OSError when they cannot be read."""
+    return weights_fingerprint(adapter_files(path))
+
+
+def adapter_files(path: str) -> list[Path]:
+    """Everything in an adapter's directory that shapes its effect: weights and configuration."""
+    directory = Path(path)
+    return sorted([*_files_in(directory), *directory.glob("*.json")])
+
+
+def files_signature(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes when a file is replaced or rewritten: name, inode, size, time in ns."""
+    stats = [(path.name, path.stat()) for path in files]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

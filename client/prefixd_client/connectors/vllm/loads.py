@@ -1,0 +1,113 @@
+"""The worker's loads: redeem a lease, copy its blocks into the KV cache, verify them there.
+
+Between steps a thread does it and the engine goes on; in a step the worker waits for it. A load never
+raises: what could not be loaded is reported, and the engine computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prefixd_client.errors import PrefixdClientError
+from prefixd_client.leases import ReadLease
+from prefixd_client.namespace import NamespaceSpec
+
+from .kv_memory import KvMemory
+from .metadata import LoadJob
+from .stats import Tallies
+
+_LOG = logging.getLogger(__name__)
+
+
+class Redeems(Protocol):
+    """What loads need of the client's namespace."""
+
+    def redeem(self, token: bytes, shard: int) -> ReadLease | None:
+        """One shard of a lease; None when it is over or the daemon is away."""
+        ...
+
+
+@dataclass
+class LoadResults:
+    """Loads that ended since the last look. done: (request, all of its loads between steps) and bad: blocks
+    of the KV cache that hold nothing usable. counts: leading good blocks per job."""
+
+    done: set[str] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class Loads:
+    """Loads of one worker.
+
+    Args:
+        memory: its KV cache.
+        shard: its shard.
+        namespace_of: opens the namespace that a job names.
+        tallies: counts blocks, bytes and seconds.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        shard: int,
+        namespace_of: Callable[[NamespaceSpec], Redeems],
+        tallies: Tallies,
+    ) -> None:
+        self._memory = memory
+        self._shard = shard
+        self._namespace_of = namespace_of
+        self._tallies = tallies
+        self._lock = threading.Lock()
+        self._results = LoadResults()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixd-load")
+
+    def start(self, job: LoadJob) -> None:
+        """Loads between steps, or now when the job says so."""
+        if job.in_step:
+            self._run(job)
+        else:
+            self._thread.submit(self._run, job)
+
+    def take(self) -> LoadResults:
+        """What ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, LoadResults()
+        return results
+
+    def close(self) -> None:
+        """Waits for the load under way; the others are dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: LoadJob) -> None:
+        begin, good = time.monotonic(), 0
+        try:
+            good = self._copy(job)
+        except PrefixdClientError as error:
+            _LOG.warning("prefixd: load of %s failed, its blocks are computed: %s", job.request_id, error)
+        finally:
+            self._tallies.add(
+                loaded_blocks=good,
+                loaded_bytes=good * self._memory.block_bytes,
+                unloaded_blocks=len(job.block_ids) - good,
+                load_seconds=time.monotonic() - begin,
+            )
+            with self._lock:
+                self._results.counts[job.job_id] = good
+                self._results.bad.update(job.block_ids[good:])
+                if not job.in_step:
+                    self._results.done.add(job.request_id)
+
+    def _copy(self, job: LoadJob) -> int:
+        """Leading blocks that came out right."""
+        lease = self._namespace_of(job.namespace).redeem(job.token, self._shard)
+        if lease is None:
+            return 0
+        with lease:
+            return lease.load(self._memory.pieces(job.block_ids), self._shard, start=job.start)

@@ -1,0 +1,100 @@
+"""What the connector's two sides tell each other, once per step: jobs down, outcomes up.
+
+All of it is pickled by vLLM between processes, so these are plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from prefixd_client.namespace import NamespaceSpec
+
+from .identity import WorkerFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy blocks of a lease into the engine's KV cache.
+
+    block_ids are the engine's blocks for consecutive blocks of the lease, the first for its block `start`.
+    """
+
+    job_id: int
+    request_id: str
+    namespace: NamespaceSpec
+    token: bytes
+    start: int
+    block_ids: tuple[int, ...]
+    in_step: bool
+    """Load before this step's forward pass (True), or between steps and report when done (False)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Copy computed blocks of a run into the cache; hashes and block_ids go together.
+
+    parent_hash is the block before the run, empty at the root.
+    """
+
+    job_id: int
+    request_id: str
+    namespace: NamespaceSpec
+    parent_hash: bytes
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    recompute_cost_s: float | None
+
+
+@dataclass
+class StepJobs(KVConnectorMetadata):
+    """Scheduler to workers, with every step.
+
+    fences: saves whose source blocks this step gives away; they must be over, or never read again, before
+    the step touches memory. held_requests: finished requests whose blocks wait for their saves.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    fences: frozenset[int] = frozenset()
+    held_requests: frozenset[str] = frozenset()
+
+
+@dataclass
+class StepOutcomes(KVConnectorWorkerMetadata):
+    """Workers to scheduler. Several workers' outcomes of one step add up.
+
+    loaded and saved: per job (workers that finished it, fewest leading blocks any of them got right).
+    """
+
+    loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
+    saved: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcomes:
+        """Both together."""
+        assert isinstance(other, StepOutcomes)
+        return StepOutcomes(_added(self.loaded, other.loaded), _added(self.saved, other.saved))
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell; vLLM drops what is empty."""
+        return bool(self.loaded or self.saved)
+
+
+@dataclass
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """One worker to the scheduler, once at start."""
+
+    facts: WorkerFacts
+
+
+def _added(left: dict[int, tuple[int, int]], right: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    merged = dict(left)
+    for job_id, (workers, blocks) in right.items():
+        known_workers, known_blocks = merged.get(job_id, (0, blocks))
+        merged[job_id] = (known_workers + workers, min(known_blocks, blocks))
+    return merged

@@ -1,0 +1,28 @@
+"""The namespaces that one process of an engine has opened: its own, and one for each adapter."""
+
+from __future__ import annotations
+
+from prefixd_client.client import Client, Namespace
+from prefixd_client.namespace import NamespaceSpec
+
+
+class Namespaces:
+    """Opens each namespace once. Any thread."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._opened: dict[NamespaceSpec, Namespace] = {}
+
+    def open(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace; asks the daemon the first time, so not for the scheduler's thread.
+
+        Raises DaemonRefused when the daemon does not serve such a namespace.
+        """
+        found = self._opened.get(spec)
+        if found is None:
+            found = self._opened.setdefault(spec, self._client.namespace(spec))
+        return found
+
+    def opened(self, spec: NamespaceSpec) -> Namespace | None:
+        """The namespace if some thread has opened it already; never waits."""
+        return self._opened.get(spec)

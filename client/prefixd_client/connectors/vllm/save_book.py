@@ -1,0 +1,90 @@
+"""The scheduler's book of saves under way: which job reads which of the engine's blocks.
+
+A block that is being saved must not be overwritten before the save is over. Blocks of a finished request
+are held (vLLM frees them when the workers report); blocks that a preempted request gave away are fenced:
+the step that reuses them waits for the save, or calls it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .metadata import SaveJob
+
+
+@dataclass(slots=True)
+class _Open:
+    request_id: str
+    block_ids: tuple[int, ...]
+    block_count: int
+    workers_left: int
+    saved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A save that every worker has finished; saved = leading blocks of the job that are kept."""
+
+    request_id: str
+    saved: int
+    block_count: int
+
+
+@dataclass
+class SaveBook:
+    """Open save jobs.
+
+    Args:
+        worker_count: workers that report each job.
+    """
+
+    worker_count: int
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _jobs_of_block: dict[int, set[int]] = field(default_factory=dict)
+    _jobs_of_request: dict[str, set[int]] = field(default_factory=dict)
+
+    def opened(self, job: SaveJob) -> None:
+        """A job goes to the workers with this step."""
+        self._open[job.job_id] = _Open(
+            job.request_id, job.block_ids, len(job.block_ids), self.worker_count, len(job.block_ids)
+        )
+        for block in job.block_ids:
+            self._jobs_of_block.setdefault(block, set()).add(job.job_id)
+        self._jobs_of_request.setdefault(job.request_id, set()).add(job.job_id)
+
+    def reported(self, job_id: int, workers: int, saved: int) -> Saved | None:
+        """Some workers have finished a job; its outcome when they were the last."""
+        job = self._open.get(job_id)
+        if job is None:
+            return None
+        job.workers_left -= workers
+        job.saved = min(job.saved, saved)
+        if job.workers_left > 0:
+            return None
+        del self._open[job_id]
+        for block in job.block_ids:
+            jobs = self._jobs_of_block[block]
+            jobs.discard(job_id)
+            if not jobs:
+                del self._jobs_of_block[block]
+        jobs = self._jobs_of_request[job.request_id]
+        jobs.discard(job_id)
+        if not jobs:
+            del self._jobs_of_request[job.request_id]
+        return Saved(job.request_id, job.saved, job.block_count)
+
+    def is_saving(self, request_id: str) -> bool:
+        """Whether a job of this request is open."""
+        return request_id in self._jobs_of_request
+
+    def fences(self, given_away: Iterable[int]) -> frozenset[int]:
+        """Open jobs that read any of these blocks."""
+        if not self._jobs_of_block:
+            return frozenset()
+        return frozenset(
+            job for block in given_away if block in self._jobs_of_block for job in self._jobs_of_block[block]
+        )
+
+    def __len__(self) -> int:
+        return len(self._open)
