@@ -25,7 +25,7 @@ def written(tmp_path: Path, text: str) -> Path:
 def refusal(**sources: object) -> ConfigError:
     """The error of sources that must be refused."""
     with pytest.raises(ConfigError) as caught:
-        load_config(flags={"socket": "/run/x.sock"}, **sources)  # type: ignore[arg-type] - the tests' own keywords
+        load_config(flags={"socket": "/run/x.sock"}, **sources)  # type: ignore[arg-type]  # the tests' own keywords
     return caught.value
 
 

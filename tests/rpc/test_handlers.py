@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -72,7 +73,7 @@ class Wire:
 
     def __init__(self, channel: grpc.aio.Channel, path: Path, service: Scripted, metrics: Metrics) -> None:
         self.path = path
-        self.channel = channel
+        self.channel: Any = channel
         self.service = service
         self.metrics = metrics
 
@@ -189,9 +190,10 @@ def call_synchronously(path: Path, timeout_s: float) -> grpc.StatusCode:
     """A lookup over a channel of its own, in a thread of its own."""
     with grpc.insecure_channel(f"unix:{path}") as channel:
         try:
-            channel.unary_unary(f"/{SERVICE.full_name}/Lookup")(b"", timeout=timeout_s)
+            raw: Any = channel.unary_unary
+            raw(f"/{SERVICE.full_name}/Lookup")(b"", timeout=timeout_s)
         except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()  # type: ignore[attr-defined] - every RpcError of a call has it
+            code: grpc.StatusCode = error.code()
             return code
     return grpc.StatusCode.OK
 

@@ -103,14 +103,20 @@ def test_a_spec_survives_the_wire_and_keeps_its_fingerprint() -> None:
         ({"checksum_algorithm": 0}, "spec.checksum_algorithm"),
         ({"encoding": 0}, "spec.encoding"),
         ({"kv_groups": [types_pb2.KvGroup(block_bytes=1, layer_count=1)]}, "spec.kv_groups[0].kind"),
-        ({"kv_groups": [types_pb2.KvGroup(kind=1, layer_count=1)]}, "spec.kv_groups[0].block_bytes"),  # type: ignore[arg-type]
-        ({"kv_groups": [types_pb2.KvGroup(kind=1, block_bytes=1)]}, "spec.kv_groups[0].layer_count"),  # type: ignore[arg-type]
+        (
+            {"kv_groups": [types_pb2.KvGroup(kind="KV_GROUP_KIND_FULL_ATTENTION", layer_count=1)]},
+            "spec.kv_groups[0].block_bytes",
+        ),
+        (
+            {"kv_groups": [types_pb2.KvGroup(kind="KV_GROUP_KIND_FULL_ATTENTION", block_bytes=1)]},
+            "spec.kv_groups[0].layer_count",
+        ),
     ],
 )
 def test_each_wrong_field_of_a_spec_is_named(change: dict[str, Any], field: str) -> None:
     message = spec_to_wire(spec())
     for name, value in change.items():
-        message.ClearField(name)  # type: ignore[arg-type]
+        message.ClearField(name)
         if name == "kv_groups":
             message.kv_groups.extend(value)
         else:
