@@ -65,10 +65,9 @@ class DaemonProcess:
     Args:
         socket: the first tenant's socket, in a short directory.
         arguments: further arguments of serve.
-        user: uid to run as, where the test is root.
     """
 
-    def __init__(self, socket: Path, *arguments: str, user: int | None = None) -> None:
+    def __init__(self, socket: Path, *arguments: str) -> None:
         self.socket = socket
         self.log_path = socket.with_suffix(".log")
         with self.log_path.open("ab") as log:
@@ -86,7 +85,6 @@ class DaemonProcess:
                 ],
                 stderr=log,
                 stdout=log,
-                user=user,
                 env={"PATH": os.environ.get("PATH", ""), "PYTHONWARNINGS": "error::ResourceWarning"},
             )
 
