@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefixd_client.errors import PrefixdClientError
 from prefixd_client.namespace import NamespaceSpec
 from prefixd_client.values import RunHits, Tier
 
@@ -131,8 +130,8 @@ class Asking:
             answer = Answer(namespace, None)
             if namespace is not None and len(hashes) > question.skip_blocks:
                 answer = Answer(namespace, self._acquire(namespace, hashes, question.skip_blocks, request_id))
-        except PrefixdClientError as error:
-            _LOG.warning("prefixd: asking failed, the request is computed: %s", error)
+        except Exception:  # the outermost seam: the request waits for an answer, whatever it is
+            _LOG.exception("prefixd: asking failed, the request is computed")
         finally:
             question.put_answer(answer)
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prefixd_client.errors import PrefixdClientError
 from prefixd_client.leases import ReadLease
 from prefixd_client.namespace import NamespaceSpec
 
@@ -89,8 +88,8 @@ class Loads:
         begin, good = time.monotonic(), 0
         try:
             good = self._copy(job)
-        except PrefixdClientError as error:
-            _LOG.warning("prefixd: load of %s failed, its blocks are computed: %s", job.request_id, error)
+        except Exception:  # the outermost seam: the engine waits for the outcome, whatever it is
+            _LOG.exception("prefixd: load of %s failed, its blocks are computed", job.request_id)
         finally:
             self._tallies.add(
                 loaded_blocks=good,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prefixd_client.errors import PrefixdClientError
 from prefixd_client.leases import WriteLease
 from prefixd_client.namespace import NamespaceSpec
 from prefixd_client.operations import Call
@@ -155,8 +154,8 @@ class Saves:
             begin, kept = time.monotonic(), 0
             try:
                 kept = self._save(save)
-            except PrefixdClientError as error:
-                _LOG.warning("prefixd: save of %s failed: %s", save.job.request_id, error)
+            except Exception:  # the thread's outermost seam: without it the engine's blocks stay held
+                _LOG.exception("prefixd: save of %s failed", save.job.request_id)
             finally:
                 self._tallies.add(save_seconds=time.monotonic() - begin)
                 self._over(save, kept)
@@ -206,7 +205,7 @@ class Saves:
                 save.copying = True
                 save.source_free.clear()
             sources = self._memory.pieces([save.job.block_ids[offset + index] for index in indexes])
-            commit = lease.write(sources, indexes)
+            commit = lease.copy_in(sources, indexes)
             with self._lock:
                 save.copying = False
             save.source_free.set()

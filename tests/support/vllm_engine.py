@@ -1,0 +1,145 @@
+"""A vLLM engine as a process of its own, driven by JSON lines: `python -m tests.support.vllm_engine OPTIONS`.
+
+Commands come on stdin, one object a line with a field "do"; each answers one line on the original stdout.
+vLLM's own output goes to stderr. Used by the tests and the demo through vllm_process.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+
+class Engine:
+    """One LLM with the engine core in this process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        begin = time.monotonic()
+        self._llm = LLM(**options)
+        self.init_s = time.monotonic() - begin
+        self._count = 0
+
+    def generate(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Runs prompts (lists of token ids) together and answers with their replies.
+
+        salts: cache salt per prompt. adapters: [name, number, path] per prompt. abort_after: prompt index to
+        the number of steps after which it is aborted.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=command["max_tokens"], logprobs=command.get("logprobs"), ignore_eos=True
+        )
+        engine = self._llm.llm_engine
+        indexes: dict[str, int] = {}
+        for index, tokens in enumerate(command["prompts"]):
+            self._count += 1
+            prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+            if command.get("salts"):
+                prompt["cache_salt"] = command["salts"][index]
+            adapter = (command.get("adapters") or {}).get(str(index))
+            lora = LoRARequest(*adapter) if adapter else None
+            indexes[f"r{self._count}"] = index
+            engine.add_request(f"r{self._count}", prompt, sampling, lora_request=lora)
+        return {"replies": self._run(engine, indexes, command.get("abort_after") or {})}
+
+    def _run(
+        self, engine: Any, indexes: dict[str, int], abort_after: dict[str, int]
+    ) -> list[dict[str, Any] | None]:
+        replies: list[dict[str, Any] | None] = [None] * len(indexes)
+        first_at: dict[str, float] = {}
+        begin, steps = time.monotonic(), 0
+        while engine.has_unfinished_requests():
+            gone = [name for name, index in indexes.items() if abort_after.get(str(index)) == steps]
+            if gone:
+                engine.abort_request(gone)
+            for output in engine.step():
+                first_at.setdefault(output.request_id, time.monotonic() - begin)
+                if output.finished:
+                    replies[indexes[output.request_id]] = _reply(
+                        output, first_at[output.request_id], time.monotonic() - begin
+                    )
+            steps += 1
+        return replies
+
+    def settle(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """Steps until the engine holds nothing for a finished request any more: its saves are over."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        deadline = time.monotonic() + 20
+        while core.scheduler.has_requests():
+            assert time.monotonic() < deadline, f"still holding {list(core.scheduler.requests)}"
+            core.step_fn()
+        return {"settled": True}
+
+    def reset(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """What an operator calls after weights were updated in place."""
+        return {"reset": self._llm.reset_prefix_cache(reset_connector=True)}
+
+    def scale_weights(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Changes weights in place, as a trainer does."""
+        factor = float(command["factor"])
+
+        def scale(model: Any) -> None:
+            for name, parameter in model.named_parameters():
+                if "qkv_proj" in name or "down_proj" in name:
+                    parameter.data.mul_(factor)
+
+        self._llm.apply_model(scale)
+        return {"scaled": factor}
+
+    def metrics(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """Counters of vLLM and of the connector."""
+        return {
+            "metrics": {
+                metric.name: metric.value
+                for metric in self._llm.get_metrics()
+                if hasattr(metric, "value") and ("prefix_cache" in metric.name or "prefixd" in metric.name)
+            }
+        }
+
+    def quit(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """The last command."""
+        self._llm.llm_engine.engine_core.shutdown()
+        return {"bye": True}
+
+
+def _reply(output: Any, first_s: float, total_s: float) -> dict[str, Any]:
+    (completion,) = output.outputs
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [
+            {str(token): entry.logprob for token, entry in position.items()}
+            for position in completion.logprobs or ()
+        ],
+        "cached_tokens": output.num_cached_tokens,
+        "finish_reason": completion.finish_reason,
+        "first_s": first_s,
+        "total_s": total_s,
+    }
+
+
+def main() -> None:
+    """Builds the engine from the options in argv and serves commands until quit or the end of stdin."""
+    answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        engine = Engine(json.loads(sys.argv[1]))
+    except ValueError as error:
+        print(json.dumps({"refused": str(error)}), file=answers)
+        return
+    print(json.dumps({"ready": True, "init_s": engine.init_s}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        print(json.dumps(getattr(engine, command["do"])(command)), file=answers)
+        if command["do"] == "quit":
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Starts vLLM engine processes for tests and the demo, and talks to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MODULE = "prefixd_client.connectors.vllm"
+
+
+def transfer_config(socket: Path | str, **extra: Any) -> dict[str, Any]:
+    """vLLM's kv_transfer_config for the connector."""
+    return {
+        "kv_connector": "PrefixdConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(socket), **extra},
+    }
+
+
+def engine_options(model: Path, **changes: Any) -> dict[str, Any]:
+    """LLM's arguments: small, eager, one block computed at a time so that results are exactly reproducible."""
+    return {
+        "model": str(model),
+        "max_model_len": 8320,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 16,
+        "disable_log_stats": False,
+    } | changes
+
+
+def engine_environment(cache: Path, **changes: str) -> dict[str, str]:
+    """One thread, one process, nothing from the network."""
+    return {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    } | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "XDG_CACHE_HOME": str(cache),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    } | changes  # fmt: skip
+
+
+class EngineProcess:
+    """One engine process; a context manager that leaves nothing running.
+
+    Args:
+        name: of the log file beside `directory`.
+        options: LLM's arguments, see engine_options().
+        directory: for its log and its caches.
+        environment: changes to engine_environment().
+    """
+
+    def __init__(self, name: str, options: dict[str, Any], directory: Path, **environment: str) -> None:
+        self.log_path = directory / f"{name}.log"
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.vllm_engine", json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                env=engine_environment(directory, **environment),
+                text=True,
+            )
+        self.refused = ""
+        self.init_s = 0.0
+
+    def wait_until_ready(self) -> EngineProcess:
+        """Returns when the engine takes commands, or has refused its configuration."""
+        answer = self._answer()
+        self.refused = str(answer.get("refused", ""))
+        self.init_s = float(answer.get("init_s", 0.0))
+        return self
+
+    def __enter__(self) -> EngineProcess:
+        return self.wait_until_ready()
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.kill()
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Sends a command and waits for its answer."""
+        self.send(do, **fields)
+        return self._answer()
+
+    def send(self, do: str, **fields: Any) -> None:
+        """Sends a command; answer() must follow."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The answer to the command that was sent."""
+        return self._answer()
+
+    def generate(self, *prompts: list[int], max_tokens: int = 16, **fields: Any) -> list[dict[str, Any]]:
+        """Replies to prompts that run together, with the top 5 logprobs."""
+        fields = {"logprobs": 5, **fields}
+        replies: list[dict[str, Any]] = self.ask(
+            "generate", prompts=prompts, max_tokens=max_tokens, **fields
+        )["replies"]
+        return replies
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        return self.log_path.read_text()
+
+    def kill(self) -> None:
+        """Ends it, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended: {self.log[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
