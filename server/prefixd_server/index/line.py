@@ -104,6 +104,8 @@ class Line:
         with suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
         await self._process.wait()
 
 
@@ -111,11 +113,17 @@ async def open_line(directory: Path, store_uuid: bytes, reply_timeout_s: float) 
     """Starts an index process. Its first answer, OPENED, is still to be read. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", CHILD_MODULE, str(theirs.fileno()), str(directory), store_uuid.hex()),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    reader, writer = await asyncio.open_connection(sock=ours, limit=READ_AHEAD_BYTES)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=READ_AHEAD_BYTES)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", CHILD_MODULE),
+                *(str(theirs.fileno()), str(directory), store_uuid.hex()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:  # also when cancelled: nothing may stay open
+            writer.close()
+            await writer.wait_closed()
+            raise
     return Line(process, reader, writer, reply_timeout_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +64,25 @@ class IndexCounters:
 
 def _unheard(*_: object) -> None:
     """Nobody listens."""
+
+
+async def _end(line: Line | None, tasks: list[asyncio.Task[None]]) -> None:
+    """Leaves nothing behind of an index process."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if line is not None:
+        await line.end()
+
+
+async def _undisturbed(work: Coroutine[None, None, None]) -> None:
+    """Does the work to its end; whoever is cancelled meanwhile is cancelled after it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 class Index:
@@ -262,11 +281,7 @@ class Index:
             fault = error
         finally:
             self._line = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if line is not None:
-                await line.end()
+            await _undisturbed(_end(line, tasks))
         if self._refusal is None:
             self._queue.fail(fault)
             await self._move(IndexState.FAULTED, str(fault))

@@ -85,6 +85,10 @@ class RecordError(ValueError):
     """A record that does not match its checksum, or of a format not read here."""
 
 
+class RecordVersionError(RecordError):
+    """A whole record, of a format not read here."""
+
+
 def space_identity(tenant: str, fingerprint: bytes, epoch: int, shard: int, kv_group: int) -> bytes:
     """sha256 over what a space stands for; lengths are fixed or stated, so no two spaces share an input."""
     name = tenant.encode()
@@ -215,7 +219,7 @@ def unchecked(key: bytes, value: bytes) -> bytes:
     if check != xxhash.xxh3_64_intdigest(key + body):
         raise RecordError("a record does not match its checksum")
     if body[0] != RECORD_VERSION:
-        raise RecordError(f"a record of version {body[0]}; this release reads {RECORD_VERSION}")
+        raise RecordVersionError(f"a record of version {body[0]}; this release reads {RECORD_VERSION}")
     return body[_NAMESPACE_HEAD.size :]
 
 

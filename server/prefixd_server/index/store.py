@@ -23,7 +23,7 @@ import rocksdbpy
 
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.files import Files, RealFiles
-from prefixd_server.index.records import KIND_STORE, RecordError, checked, unchecked
+from prefixd_server.index.records import KIND_STORE, RecordError, RecordVersionError, checked, unchecked
 from prefixd_server.index.wal import LiveLog
 
 FORMAT_VERSION = 1
@@ -80,10 +80,18 @@ class Store:
         """Why a new, empty database took the place of the one that was there; empty when none did."""
         self.damaged = False
         """Set once iteration met records that cannot be read; rebuild() mends it."""
-        self._settle()
-        self._db: Any = self._open()
+        with _faults():
+            self._settle()
         self._log = LiveLog(directory, self._files)
-        self._claim()
+        self._db: Any = self._open()
+        try:
+            self._claim()
+        except StoreDamaged as damage:
+            self.reset_reason = str(damage)
+            self.close()
+            self._set_aside()
+            self._db = self._open()
+            self._claim()
 
     # -- opening -------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Store:
         self._directory.mkdir(mode=0o700)
 
     def _claim(self) -> None:
-        """Checks whose database it is; writes it down when it is new."""
+        """Checks whose database it is; writes it down when it is new. Raises StoreDamaged, StoreRefused."""
         with _faults():
             value = self._db.get(_STORE_KEY)
         if value is None:
@@ -129,11 +137,13 @@ class Store:
             return
         try:
             found = json.loads(unchecked(_STORE_KEY, value))
-        except RecordError as error:
+        except RecordVersionError as error:
             raise StoreRefused(
                 f"{self._directory}: {error}; run the release that wrote it, or remove the directory "
                 "to start with an empty index"
             ) from error
+        except RecordError as error:
+            raise StoreDamaged(f"whose index it is cannot be read: {error}") from error
         if not FORMAT_VERSION_MIN <= found["format_version"] <= FORMAT_VERSION:
             raise StoreRefused(
                 f"{self._directory} has format version {found['format_version']}, this release reads "
