@@ -106,19 +106,17 @@ def _compare(engine: Engine, prompt: Prompt) -> Row:
 def _table(rows: list[Row]) -> Table:
     """The demo's result."""
     table = Table(title="Two engine processes, one prefix cache")
-    table.add_column("prompt")
-    table.add_column("engine")
+    table.add_column("prompt", no_wrap=True)
     for heading in ("tokens", "hit tokens", "TTFT cold", "TTFT warm", "speed-up"):
         table.add_column(heading, justify="right")
     table.add_column("identical logits")
     for row in rows:
         table.add_row(
-            row.prompt.name,
-            ENGINE_NAMES[row.prompt.engine],
+            f"{ENGINE_NAMES[row.prompt.engine]}: {row.prompt.name}",
             f"{len(row.prompt.tokens):,}",
             f"{row.hit_tokens:,}",
-            f"{row.cold_s * 1e3:,.0f} ms",
-            f"{row.warm_s * 1e3:,.0f} ms",
+            f"{row.cold_s:.3f} s",
+            f"{row.warm_s:.3f} s",
             f"{row.cold_s / row.warm_s:.1f} x",
             "[green]yes[/green]" if row.identical else "[red]no[/red]",
         )

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefixd_client import Client
+from prefixd_client import Client, ClientOptions
 from prefixd_client.connectors.transformers import Generation, PrefixCachedModel
 
 WARM_UP_TOKENS = 300
+PATIENT = ClientOptions(lookup_timeout_s=2.0, write_timeout_s=5.0)
+"""The demo is about hits; a serving engine's deadlines would turn some into misses on a busy laptop."""
 
 
 def main() -> None:
@@ -26,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True)
     arguments = parser.parse_args()
-    with Client(arguments.socket, engine_name="transformers") as client:
+    with Client(arguments.socket, engine_name="transformers", options=PATIENT) as client:
         cached = PrefixCachedModel.from_pretrained(arguments.model, client)
         uncached = PrefixCachedModel(cached.model, None)
         uncached.generate(list(range(3, 3 + WARM_UP_TOKENS)), 2)

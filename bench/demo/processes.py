@@ -16,6 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 15
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    # Engines share the cores: a thread that waits for its sibling must not spin.
+    "OMP_WAIT_POLICY": "passive",
+}
 
 
 class ProcessFailed(Exception):
@@ -32,14 +39,13 @@ class Process:
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
         self.log = log
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
         with log.open("wb") as sink:
             self.child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
-                env={**os.environ, **quiet},
+                env={**os.environ, **ENVIRONMENT},
                 text=True,
             )
 

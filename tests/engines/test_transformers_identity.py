@@ -59,6 +59,16 @@ def test_the_number_of_threads_is_part_of_the_namespace() -> None:
         torch.set_num_threads(threads)
 
 
+def test_the_alignment_of_the_weights_is_part_of_the_namespace() -> None:
+    model = tiny_llama()
+    before = spec_of(model)
+    weight = model.lm_head.weight
+    memory = torch.empty(weight.numel() + 1)
+    unaligned = memory[1:].view_as(weight).copy_(weight.detach())
+    model.lm_head.weight = torch.nn.Parameter(unaligned)
+    assert spec_of(model) != before
+
+
 def test_where_a_model_was_loaded_from_is_not_part_of_its_configuration() -> None:
     model = tiny_llama()
     before = config_fingerprint(model)

@@ -10,7 +10,7 @@ import json
 import sys
 
 import torch
-from prefixd_client import Client
+from prefixd_client import Client, ClientOptions
 from prefixd_client.connectors.transformers import Prefill, PrefixCachedModel
 
 from tests.support.models import BLOCK_TOKENS, prompt
@@ -24,7 +24,8 @@ def digest(prefill: Prefill) -> str:
 def main() -> None:
     """See the module."""
     socket, directory, token_count = sys.argv[1:]
-    with Client(socket, engine_name="transformers") as client:
+    patient = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0)
+    with Client(socket, engine_name="transformers", options=patient) as client:
         model = PrefixCachedModel.from_pretrained(
             directory, client, dtype=torch.float32, block_tokens=BLOCK_TOKENS
         )

@@ -1,8 +1,8 @@
 """Fills a namespace from a model: everything the bytes of its KV depend on besides the tokens.
 
 How the numbers are computed belongs to it. The connector promises bit-equal logits, and a CPU's kernels
-differ by instruction set, number of threads and matmul precision; engines that differ there do not share
-blocks.
+differ by instruction set, number of threads, matmul precision and alignment of the weights; engines that
+differ there do not share blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from .kv_cache import KV_LAYOUT, KvShape
 ENGINE_NAME = "transformers"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Patterns of weight files, best first."""
+
+ALIGNED_BYTES = 64
+"""A cache line, and the widest vector; torch allocates at multiples of it."""
 
 NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype")
 """Entries of a configuration that no number depends on, or that stand elsewhere in the namespace."""
@@ -95,7 +98,13 @@ def state_fingerprint(model: Any) -> str:
 
 
 def _attention_backend(model: Any) -> str:
-    """Which kernels compute attention and the matrices around it."""
+    """Which kernels compute attention and the matrices around it.
+
+    Weights that are mapped from a file need not be aligned, and a BLAS takes another path for those: measured
+    on float32, the last bits of KV differ.
+    """
     implementation = model.config.get_text_config()._attn_implementation
     precision = torch.get_float32_matmul_precision()
-    return f"{implementation};threads={torch.get_num_threads()};matmul={precision}"
+    offsets = sorted({parameter.data_ptr() % ALIGNED_BYTES for parameter in model.parameters()})
+    alignment = ",".join(map(str, offsets))
+    return f"{implementation};threads={torch.get_num_threads()};matmul={precision};offsets={alignment}"

@@ -117,7 +117,7 @@ class PrefixCachedModel:
         hashes = chain_hashes(tokens, block_tokens)
         self._report(UsageReport(request_id=name, phase=RequestPhase.STARTED, block_hashes=hashes), hashes)
         cache = BlockCache(self.shape, len(tokens) + room_tokens)
-        hit = self._load(cache, hashes[: (len(tokens) - 1) // block_tokens])
+        hit = self._load(cache, hashes[: (len(tokens) - 1) // block_tokens], name)
         loaded = time.perf_counter()
         output = self._compute(cache, tokens, hit * block_tokens)
         computed = time.perf_counter()
@@ -207,15 +207,15 @@ class PrefixCachedModel:
         )
         return self._client.namespace(spec)
 
-    def _load(self, cache: BlockCache, hashes: Sequence[bytes]) -> int:
+    def _load(self, cache: BlockCache, hashes: Sequence[bytes], request_id: str) -> int:
         """Copy the longest cached prefix into the cache; returns its blocks, 0 when the daemon is away."""
         if self._namespace is None or not hashes:
             return 0
-        lease = self._namespace.acquire(hashes)
+        lease = self._namespace.acquire(hashes, request_id=request_id)
         if lease is None:
             return 0
         with lease:
-            loaded = lease.load(cache.block_memory(0, lease.hit_count))
+            loaded = lease.load(cache.block_memory(0, lease.block_count))
         cache.set_length(loaded * self.shape.block_tokens)
         return loaded
 
@@ -249,7 +249,9 @@ class PrefixCachedModel:
         )
         if lease is None:
             return 0
-        return lease.store(cache.block_memory(hit, len(hashes))).visible
+        memory = cache.block_memory(hit, len(hashes))
+        with lease:
+            return lease.store([memory[index] for index in lease.reserved_indexes]).visible
 
     def _report(self, report: UsageReport, has_blocks: object) -> None:
         """Queue a usage report; a prompt without a full block is nobody's business."""
