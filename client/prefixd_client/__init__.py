@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .async_client import AsyncClient, AsyncNamespace
+from .async_leases import AsyncReadLease, AsyncWriteLease
 from .client import Client, Namespace
 from .errors import (
     CallerError,
@@ -29,6 +31,10 @@ from .values import (
 from .version import __version__
 
 __all__ = [
+    "AsyncClient",
+    "AsyncNamespace",
+    "AsyncReadLease",
+    "AsyncWriteLease",
     "CallerError",
     "Client",
     "ClientClosed",

@@ -1,187 +1,26 @@
-"""Leases as an engine thread holds them: the copies between segments and the engine's memory.
-
-A lease stops by itself: after 80 % of its life unless it was renewed, with its session, and when it is
-released. A read that stops is a shorter hit; a write that stops leaves its blocks uncommitted. One thread at
-a time uses a lease; renewals come from another.
-"""
+"""The leases of the sync client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from prefixd.v1 import cache_service_pb2 as wire
-
-from .calls import Grant, block_bytes_of, committed_of
 from .control import Control
-from .copy import read_block, write_block
-from .errors import InvalidArgument
-from .layout import BlockMemory, Pieces, pieces_of
+from .holds import ReadHold, WriteHold
+from .layout import BlockMemory
 from .namespace import NamespaceSpec
-from .operations import Call, ReadGrant, WriteGrant
-from .outbox import Abort
-from .segments import SegmentUnknown
-from .session import Session
-from .values import Committed, Extent, ReserveOutcome
+from .operations import Call, WriteGrant
+from .values import Committed
 
 
-class Lease:
-    """What read and write leases share.
-
-    Attributes:
-        token: 16 bytes; whoever of the same engine instance has it may use the lease.
-        is_held: False once it was released, aborted, handed over or committed whole.
-    """
-
-    def __init__(self, control: Control, session: Session, spec: NamespaceSpec, grant: Grant) -> None:
-        self.token = grant.token
-        self.session = session
-        self.is_held = True
-        self._control = control
-        self._spec = spec
-        self._until = grant.until
-        control.hold(self)
-
-    def expired(self) -> bool:
-        """Whether it must not be used any more: over its time, or its session has ended."""
-        return self.session.is_lost or self._control.now() >= self._until
-
-    def renewed(self, until: float) -> None:
-        """The daemon has renewed it; for the session's thread."""
-        self._until = until
-
-    def lost(self) -> None:
-        """The daemon does not know it any more; for the session's thread."""
-        self._until = 0.0
-
-    def _slots(self, extents: Sequence[Extent], first: int, last: int, block_bytes: int) -> Iterator[int]:
-        """Addresses of the slots of blocks first to last - 1, in order, as long as the lease may be used.
-
-        Ends early when the lease expires or a segment is gone. A slot is mapped until the next is asked.
-        """
-        segments = self.session.segments
-        if segments is None:
-            return
-        for extent in extents:
-            start, end = max(first, extent.first_block), min(last, extent.end_block)
-            if start >= end:
-                continue
-            try:
-                segment = segments.segment(extent.segment_id)
-            except SegmentUnknown:
-                return
-            except ConnectionError as error:
-                self._control.session_lost(self.session, str(error))
-                return
-            offset = extent.offset_bytes + (start - extent.first_block) * extent.stride_bytes
-            if offset + (end - start - 1) * extent.stride_bytes + block_bytes > segment.length_bytes:
-                return
-            for _ in range(end - start):
-                if self.expired():
-                    return
-                yield segment.address + offset
-                offset += extent.stride_bytes
-
-
-class ReadLease(Lease):
-    """A hold on the leading blocks of a run that hit.
-
-    Attributes:
-        run: hits, pending and misses of the run asked for, skipped blocks included.
-        first_block: index in the run of the first block that can be loaded; those before were skipped.
-        block_count: blocks that can be loaded.
-    """
-
-    def __init__(self, control: Control, spec: NamespaceSpec, granted: ReadGrant) -> None:
-        super().__init__(control, granted.session, spec, granted.grant)
-        self.run = granted.run
-        self.first_block = granted.first_block
-        self.block_count = granted.run.hit_count - granted.first_block
-        self._extents = granted.extents
-        self._bad: list[wire.BadBlock] = []
-        self.session.prefetch({extent.segment_id for run in granted.extents.values() for extent in run})
-
-    @property
-    def hit_count(self) -> int:
-        """Leading blocks of the run that hit, skipped ones included."""
-        return self.run.hit_count
+class ReadLease(ReadHold):
+    """A hold on the leading blocks of a run that hit; see ReadHold for its attributes. Use it with `with`."""
 
     def load(
         self, targets: Sequence[BlockMemory], shard: int = 0, kv_group: int = 0, *, start: int = 0
     ) -> int:
-        """Copies blocks into the engine's memory and verifies them there, in order.
-
-        Args:
-            targets: memory of consecutive blocks; the first is block first_block + start of the run.
-            shard: one that was given to acquire() or redeem().
-            kv_group: index into the namespace's groups.
-            start: blocks of the lease to leave out at its front.
-
-        Returns:
-            Number of leading targets that hold verified blocks. What lies behind them is undefined. A bad
-            block ends the copy and is reported with release().
-
-        Raises:
-            InvalidArgument: more targets than blocks, wrong sizes, a shard that was not asked for.
-        """
-        self._control.check_usable()
-        block_bytes = block_bytes_of(self._spec, shard, kv_group)
-        extents = self._extents.get((shard, kv_group))
-        if extents is None:
-            raise InvalidArgument(
-                "shard", shard, "was not asked for", "name it in acquire(shards=...) or redeem it"
-            )
-        if not 0 <= start <= self.block_count - len(targets):
-            raise InvalidArgument(
-                "targets",
-                f"{start} + {len(targets)}",
-                f"this lease has {self.block_count} blocks",
-                "load fewer",
-            )
-        pieces = [pieces_of(target, block_bytes, writable=True) for target in targets]
-        if not self.is_held or not pieces:
-            return 0
-        first = self.first_block + start
-        with self.session.copying():
-            good, is_bad = self._copy_out(extents, first, pieces, block_bytes)
-        if is_bad:
-            self._bad.append(wire.BadBlock(shard=shard, kv_group=kv_group, block_index=first + good))
-        self._control.statistics.add(read=good, bad=int(is_bad))
-        return good
-
-    def _copy_out(
-        self, extents: Sequence[Extent], first: int, pieces: Sequence[Pieces], block_bytes: int
-    ) -> tuple[int, bool]:
-        """(good leading blocks, whether the next one is bad)."""
-        checksums = _checksums(extents, first)
-        good = 0
-        for slot in self._slots(extents, first, first + len(pieces), block_bytes):
-            if read_block(slot, pieces[good]) != next(checksums):
-                return good, True
-            good += 1
-        return good, False
-
-    def release(self, *, all_shards: bool = False) -> None:
-        """Ends this process's part of the lease, off the caller's way. Releasing again does nothing.
-
-        Args:
-            all_shards: ends the lease for every process, also shards that were not asked for here. A lease
-                acquired with no shards ends whole in any case.
-        """
-        if not self.is_held:
-            return
-        self.is_held = False
-        self._control.outbox.end_lease(self.session.boot_id, self._ending(all_shards))
-        self._control.wake.set()
-
-    def _ending(self, all_shards: bool) -> wire.LeaseRelease:
-        shards = () if all_shards else sorted({shard for shard, _ in self._extents})
-        return wire.LeaseRelease(token=self.token, shards=shards, bad_blocks=self._bad)
-
-    def hand_over(self) -> bytes:
-        """Gives the lease to the processes that redeem its token: it is not renewed or released from here."""
-        self.is_held = False
-        return self.token
+        """Copies blocks into the engine's memory and verifies them there: see ReadHold.copy_out."""
+        return self.copy_out(targets, shard, kv_group, start)
 
     def __enter__(self) -> ReadLease:
         return self
@@ -191,20 +30,9 @@ class ReadLease(Lease):
     ) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        if self.is_held and not self._control.is_closed:
-            self._control.outbox.abandon(self.session.boot_id, self._ending(False))
 
-
-class WriteLease(Lease):
-    """A hold on the slots of the blocks of a run that are to be written.
-
-    Attributes:
-        outcomes: what happened to each block of the run.
-        reserved_indexes: indexes in the run of the blocks to store, in order.
-        decline_reason: why blocks were declined; UNKNOWN where none were.
-        retry_after_s: when to try declined blocks again; None where that does not help.
-    """
+class WriteLease(WriteHold):
+    """A hold on the slots of the blocks of a run that are to be written; see WriteHold for its attributes."""
 
     def __init__(
         self,
@@ -214,19 +42,8 @@ class WriteLease(Lease):
         block_bytes: int,
         run: Callable[[Call[Committed]], Committed],
     ) -> None:
-        super().__init__(control, granted.session, spec, granted.grant)
-        self.outcomes = granted.outcomes
-        self.reserved_indexes = [
-            index for index, outcome in enumerate(granted.outcomes) if outcome is ReserveOutcome.RESERVED
-        ]
-        self.decline_reason = granted.decline_reason
-        self.retry_after_s = granted.retry_after_s
-        self.is_held = bool(self.reserved_indexes)
-        self._block_bytes = block_bytes
-        self._extents = granted.extents
-        self._committed = 0
+        super().__init__(control, spec, granted, block_bytes)
         self._run = run
-        self.session.prefetch({extent.segment_id for extent in granted.extents})
 
     def store(self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None) -> Committed:
         """Checksums and copies blocks, then commits them, in order. May be called in parts.
@@ -242,73 +59,7 @@ class WriteLease(Lease):
         Raises:
             InvalidArgument: more sources than reserved blocks, other blocks than the next, wrong sizes.
         """
-        return self.settle(self._run(self.write(sources, blocks)))
-
-    def write(self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None) -> Call[Committed]:
-        """The first half of store(): copies, and returns the Commit to send. settle() must follow."""
-        self._control.check_usable()
-        expected = self.reserved_indexes[self._committed : self._committed + len(sources)]
-        if len(expected) != len(sources) or (blocks is not None and list(blocks) != expected):
-            raise InvalidArgument(
-                "blocks",
-                list(blocks) if blocks is not None else f"{len(sources)} sources",
-                f"the next reserved blocks are {self.reserved_indexes[self._committed :][:8]}...",
-                "give sources of the next reserved_indexes, in order",
-            )
-        pieces = [pieces_of(source, self._block_bytes, writable=False) for source in sources]
-        checksums: list[int] = []
-        if self.is_held and pieces:
-            with self.session.copying():
-                self._copy_in(expected, pieces, checksums)
-        self._control.statistics.add(written=len(checksums))
-        return self._commit(checksums, len(sources))
-
-    def _copy_in(self, blocks: Sequence[int], pieces: Sequence[Pieces], checksums: list[int]) -> None:
-        """Copies as many blocks as the lease's life allows; appends their checksums."""
-        reserved = self._slots(self._extents, blocks[0], blocks[-1] + 1, self._block_bytes)
-        for slot in reserved:
-            checksums.append(write_block(slot, pieces[len(checksums)]))
-
-    def _commit(self, checksums: list[int], given: int) -> Call[Committed]:
-        """The Commit of what was copied; the blocks that were not count as dropped."""
-        left_out = Committed(dropped=given - len(checksums))
-
-        def read(answer: wire.CommitResponse, _sent_at: float) -> Committed:
-            committed = committed_of(answer, len(checksums))
-            self._committed += len(checksums)
-            return committed + left_out
-
-        request = wire.CommitRequest(
-            session_id=self.session.session_id,
-            token=self.token,
-            committed_before_count=self._committed,
-            checksums=checksums,
-        )
-        return Call(
-            "Commit",
-            request,
-            self._control.options.write_timeout_s,
-            read,
-            Committed(dropped=given),
-            session=self.session if checksums and not self.session.is_lost else None,
-            spec=self._spec,
-        )
-
-    def settle(self, committed: Committed) -> Committed:
-        """After a Commit: ends the lease when it is whole, or when a part of it could not be kept."""
-        if self._committed == len(self.reserved_indexes):
-            self.is_held = False
-        elif committed.dropped:
-            self.abort()
-        return committed
-
-    def abort(self) -> None:
-        """Gives up what is not committed, off the caller's way; nobody may be copying. Again does nothing."""
-        if not self.is_held:
-            return
-        self.is_held = False
-        self._control.outbox.end_lease(self.session.boot_id, Abort(self.token))
-        self._control.wake.set()
+        return self.settle(self._run(self.copy_in(sources, blocks)))
 
     def __enter__(self) -> WriteLease:
         return self
@@ -317,14 +68,3 @@ class WriteLease(Lease):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
-
-    def __del__(self) -> None:
-        if self.is_held and not self._control.is_closed:
-            self._control.outbox.abandon(self.session.boot_id, Abort(self.token))
-
-
-def _checksums(extents: Sequence[Extent], first: int) -> Iterator[int]:
-    """Checksums from block `first` on."""
-    for extent in extents:
-        if extent.end_block > first:
-            yield from extent.checksums[max(0, first - extent.first_block) :]
