@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prefixd_server.base.types import Tier
@@ -141,7 +142,7 @@ SIZES = {"512 MiB": (512 * MIB, 16 * MIB), "8 GiB": (8192 * MIB, 256 * MIB)}
 HEADING = "pool      victims  run lengths    fresh   mean  worst  allocate us  free us  B/slot"
 
 
-def line(found: dict[str, object]) -> str:
+def line(found: dict[str, Any]) -> str:
     """One row below HEADING."""
     return (
         "{pool:9} {victims:8} {lengths:13} {fresh_extents:6} {mean_extents:6.1f} {worst_extents:6} "
@@ -160,7 +161,7 @@ def main() -> None:
         worst = fresh(total, segment)
         for victims in ("oldest", "random"):
             for name, lengths in LENGTHS.items():
-                found: dict[str, object] = {"pool": size, "victims": victims, "lengths": name}
+                found: dict[str, Any] = {"pool": size, "victims": victims, "lengths": name}
                 found |= {"fresh_extents": worst, **aged(total, segment, victims, lengths)}
                 results.append(found)
                 print(line(found))

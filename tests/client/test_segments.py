@@ -317,7 +317,7 @@ async def test_sixteen_threads_share_one_map(client: SegmentMap) -> None:
 async def run_in_thread(function: Callable[[int], int], number: int) -> int:
     """A thread of its own: the loop's pool may be smaller than the barrier."""
     loop = asyncio.get_running_loop()
-    done = loop.create_future()
+    done: asyncio.Future[int] = loop.create_future()
     threading.Thread(
         target=lambda: loop.call_soon_threadsafe(done.set_result, function(number)), daemon=True
     ).start()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from prefixd_server.base.config import Config, DramConfig
 from prefixd_server.base.errors import ConfigError
-from prefixd_server.media import dram_limits, memfd, memory_limit, numa
+from prefixd_server.media import dram_limits, linux, memfd, memory_limit, numa
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.medium import Medium
 
@@ -91,10 +91,10 @@ def test_prefaulting_ends_with_all_memory_and_changes_nothing(dram: DramMedium) 
 
 def test_prefaulting_works_on_kernels_without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: int, length_bytes: int, advice: int) -> None:
-        if advice == memfd.linux.MADV_POPULATE_WRITE:
+        if advice == linux.MADV_POPULATE_WRITE:
             raise OSError(22, "no such advice")
 
-    monkeypatch.setattr(memfd.linux, "madvise", refuse)
+    monkeypatch.setattr(linux, "madvise", refuse)
     segment = memfd.Memfd(2 * MIB)
     segment.view(0, 4)[:] = b"keep"
     assert segment.prefault(0) == 2 * MIB

@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def cache() -> AsyncIterator[FakeCache]:
+def cache() -> Iterator[FakeCache]:
     dram = DramMedium(2 * MIB, 4)
     assert dram.wait_prefaulted(10)
     yield FakeCache(dram, {SESSION: "a"}, {1: "a", 2: "a", 3: "b"})

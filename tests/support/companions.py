@@ -87,10 +87,10 @@ class RawPeer:
 async def readable(file: socket.socket | int) -> None:
     """Waits until something can be read."""
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(file, lambda: ready.done() or ready.set_result(None))
+    ready = asyncio.Event()
+    loop.add_reader(file, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(file)
 
