@@ -17,7 +17,7 @@ class Engine:
     """One LLM with the engine core in this process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM
+        from vllm import LLM  # noqa: PLC0415 - takes seconds; errors of the arguments come first
 
         begin = time.monotonic()
         self._llm = LLM(**options)
@@ -30,8 +30,8 @@ class Engine:
         salts: cache salt per prompt. adapters: [name, number, path] per prompt. abort_after: prompt index to
         the number of steps after which it is aborted.
         """
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
 
         sampling = SamplingParams(
             temperature=0, max_tokens=command["max_tokens"], logprobs=command.get("logprobs"), ignore_eos=True

@@ -26,7 +26,7 @@ def transfer_config(socket: Path | str, **extra: Any) -> dict[str, Any]:
 
 
 def engine_options(model: Path, **changes: Any) -> dict[str, Any]:
-    """LLM's arguments: small, eager, one block computed at a time so that results are exactly reproducible."""
+    """LLM's arguments: small, eager, one block computed at a time so that results are reproducible."""
     return {
         "model": str(model),
         "max_model_len": 8320,
