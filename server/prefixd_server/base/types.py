@@ -407,7 +407,9 @@ def hashes_from_bytes(block_hashes: list[bytes], hash_bytes: int) -> Hashes:
         block_hashes: each exactly `hash_bytes` long; the caller has checked.
         hash_bytes: 16 or 32.
     """
-    packed = np.frombuffer(b"".join(block_hashes), dtype=np.uint64).reshape(len(block_hashes), hash_bytes // 8)
+    packed = np.frombuffer(b"".join(block_hashes), dtype=np.uint64).reshape(
+        len(block_hashes), hash_bytes // 8
+    )
     if hash_bytes == HASH_BYTES_MAX:
         return packed
     padded = np.zeros((len(block_hashes), HASH_WORDS), dtype=np.uint64)

@@ -1,0 +1,269 @@
+"""What operators ask and order: describe, list, evict, pin, drop, statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixd_server.base.types import (
+    NO_ROW,
+    NO_SLOT,
+    BlockInfo,
+    CopyInfo,
+    Counters,
+    Hashes,
+    LeaseInfo,
+    LeaseKind,
+    NamespaceInfo,
+    NamespaceRef,
+    SlotState,
+    Stats,
+    Tier,
+    TierStats,
+)
+from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.room import Room
+from prefixd_server.cache.sessions import Sessions
+from prefixd_server.cache.state import State
+from prefixd_server.catalog.columns import PINNED, VISIBLE
+from prefixd_server.catalog.events import BlocksRemoved, PinChanged
+from prefixd_server.catalog.leases import ReadLease, WriteLease
+from prefixd_server.catalog.namespaces import Namespace
+from prefixd_server.media.movers import CallJob
+
+LIST_COUNT_MAX = 10_000
+_WRITING = "WRITING"
+
+
+class Administration:
+    """See the module."""
+
+    def __init__(
+        self,
+        state: State,
+        sessions: Sessions,
+        endings: Endings,
+        room: Room,
+        epochs: Epochs,
+        started_at: float,
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._endings = endings
+        self._room = room
+        self._epochs = epochs
+        self._started_at = started_at
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def describe(
+        self, tenant: str, ref: NamespaceRef, shard: int, kv_group: int, key: Hashes
+    ) -> BlockInfo | None:
+        """Everything known about one block, None when it is not known. `key` has shape (1, 4)."""
+        catalog = self._state.catalog
+        namespace = catalog.namespaces.get(tenant, ref)
+        space = catalog.namespaces.space(namespace, shard, kv_group)
+        row = int(catalog.find(space, key)[0])
+        if space is None or row == NO_ROW:
+            return None
+        columns = catalog.columns
+        parent = int(columns.parent[row])
+        node = int(columns.node[row])
+        now = self._state.clock.now()
+        return BlockInfo(
+            visible=bool(columns.flags[row] & VISIBLE),
+            parent_hash=b""
+            if parent == NO_ROW
+            else columns.key[parent].tobytes()[: namespace.spec.hash_bytes],
+            depth=int(columns.depth[row]),
+            child_count=int(columns.children[row]),
+            copies=tuple(self._copies(row)),
+            checksum=int(columns.checksum[row]),
+            pinned=bool(columns.flags[row] & PINNED),
+            idle_s=max(0.0, now - float(catalog.tree.last_use[node])),
+            use_count=int(catalog.tree.use_count[node]),
+            story=catalog.story(space, key, now),
+        )
+
+    def _copies(self, row: int) -> list[CopyInfo]:
+        copies = []
+        for tier, table in self._state.catalog.slots.items():
+            slot = int(self._state.catalog.columns.slot[tier][row])
+            if slot != NO_SLOT:
+                (extent,) = table.extents(np.array([slot], dtype=np.uint32), None)
+                state = SlotState(int(table.state[slot]))
+                name = _WRITING if state is SlotState.RESERVED else state.name
+                copies.append(
+                    CopyInfo(tier, extent.segment_id, extent.offset_bytes, name, int(table.leases[slot]))
+                )
+        return copies
+
+    def list_namespaces(self, tenant: str) -> list[NamespaceInfo]:
+        """The tenant's namespaces, newest first."""
+        tree = self._state.catalog.tree
+        answers = []
+        for namespace in self._state.catalog.namespaces.list(tenant)[:LIST_COUNT_MAX]:
+            blocks = size = 0
+            for (_, group), space in namespace.spaces.items():
+                count = tree.block_count(space)
+                blocks += count
+                size += count * namespace.spec.kv_groups[group].slot_bytes
+            answers.append(NamespaceInfo(namespace.ref, namespace.spec, blocks, size, namespace.opened_at))
+        return answers
+
+    def list_leases(self, tenant: str) -> list[LeaseInfo]:
+        """Who holds what since when, oldest first."""
+        now = self._state.clock.now()
+        return [
+            self._lease_info(lease, now) for lease in self._state.leases.of_tenant(tenant)[:LIST_COUNT_MAX]
+        ]
+
+    def _lease_info(self, lease: ReadLease | WriteLease, now: float) -> LeaseInfo:
+        reads = isinstance(lease, ReadLease)
+        return LeaseInfo(
+            token_prefix=lease.token[:4].hex(),
+            kind=LeaseKind.READ if reads else LeaseKind.WRITE,
+            instance_id=lease.instance_id,
+            pid=lease.pid,
+            namespace=lease.namespace.ref,
+            slot_count=lease.slot_count if isinstance(lease, ReadLease) else len(lease.open_slots),
+            open_shards=tuple(sorted(lease.shards)) if isinstance(lease, ReadLease) else (lease.shard,),
+            taken_at=lease.taken_at_wall,
+            expires_after_s=max(0.0, lease.expires_at - now),
+            quarantined=isinstance(lease, WriteLease) and lease.quarantined,
+        )
+
+    def stats(self, tenant: str | None) -> Stats:
+        """Of one tenant's traffic, or of all (None); tiers are the whole node's."""
+        state = self._state
+        counters = (
+            sum_counters(list(state.counters.values())) if tenant is None else state.counters_of(tenant)
+        )
+        return Stats(
+            tiers=(self._dram_stats(tenant),),
+            counters=counters,
+            lease_count=state.leases.live_count(tenant),
+            session_count=len(self._sessions.open_of(tenant)),
+            metadata_bytes=state.catalog.metadata_bytes,
+            block_count=self._block_count(tenant),
+            draining=state.draining,
+            uptime_s=state.clock.now() - self._started_at,
+        )
+
+    def _block_count(self, tenant: str | None) -> int:
+        if tenant is None:
+            return self._state.catalog.columns.count
+        tree = self._state.catalog.tree
+        mine = self._state.catalog.namespaces.list(tenant)
+        return sum(tree.block_count(space) for namespace in mine for space in namespace.spaces.values())
+
+    def _dram_stats(self, tenant: str | None) -> TierStats:
+        table = self._state.catalog.slots[Tier.DRAM]
+        dram = self._state.dram
+        names = self._state.catalog.namespaces
+        pools = list(range(names.pool_count)) if tenant is None else names.pools_of_tenant(tenant)
+        counts = [table.counts(pool) for pool in pools]
+        segments = sum(table.segment_count_of(pool) for pool in pools)
+        return TierStats(
+            tier=Tier.DRAM,
+            capacity_bytes=table.segment_count * table.segment_bytes,
+            assigned_bytes=segments * table.segment_bytes,
+            prefaulted_bytes=dram.prefaulted_bytes,
+            segment_count=table.segment_count,
+            segment_bytes=table.segment_bytes,
+            slot_count=sum(table.slot_count(pool) for pool in pools),
+            free_slot_count=sum(c.free for c in counts),
+            reserved_slot_count=sum(c.reserved for c in counts),
+            resident_slot_count=sum(c.resident for c in counts),
+            quarantined_slot_count=sum(c.quarantined for c in counts),
+            numa_nodes=dram.numa_nodes,
+            page_kind=dram.page_kind,
+        )
+
+    # -- acting --------------------------------------------------------------------------------
+
+    def evict(
+        self, tenant: str, ref: NamespaceRef, hashes: Hashes | None, keep_count: int
+    ) -> tuple[int, int]:
+        """Evicts a run's blocks beyond `keep_count` and what hangs below. (evicted, held)."""
+        namespace = self._state.catalog.namespaces.get(tenant, ref)
+        evicted = held = 0
+        for space in namespace.spaces.values():
+            for row in self._tops(space, hashes, keep_count):
+                gone, stayed = self._evict_below(row)
+                evicted += gone
+                held += stayed
+        self._state.counters_of(tenant).evicted += evicted
+        return evicted, held
+
+    def _tops(self, space: int, hashes: Hashes | None, keep_count: int) -> list[int]:
+        """Rows whose subtrees to evict: the first block after those kept; all roots for no run."""
+        catalog = self._state.catalog
+        if hashes is None:
+            return [int(row) for row in catalog.tree.roots(space)]
+        rows = catalog.find(space, hashes)
+        return [int(rows[keep_count])] if len(rows) > keep_count and rows[keep_count] != NO_ROW else []
+
+    def _evict_below(self, row: int) -> tuple[int, int]:
+        """Evicts the subtree of `row` except blocks that are held, and their ancestors."""
+        catalog = self._state.catalog
+        rows = catalog.tree.subtree(row)
+        held = catalog.held(rows)
+        if held.any():
+            place = {int(r): i for i, r in enumerate(rows.tolist())}
+            for index in np.flatnonzero(held).tolist():
+                above = place.get(int(catalog.columns.parent[rows[index]]))
+                while above is not None and not held[above]:
+                    held[above] = True
+                    above = place.get(int(catalog.columns.parent[rows[above]]))
+        going = rows[~held]
+        if len(going):
+            self._state.apply(BlocksRemoved(going))
+        return len(going), int(held.sum())
+
+    def pin(self, tenant: str, ref: NamespaceRef, hashes: Hashes, pinned: bool) -> int:
+        """Pins or unpins the kept blocks of a run; blocks changed, over all shards and groups."""
+        catalog = self._state.catalog
+        namespace = catalog.namespaces.get(tenant, ref)
+        changed = 0
+        for space in namespace.spaces.values():
+            rows = catalog.find(space, hashes)
+            rows = rows[catalog.visible(rows)]
+            rows = rows[((catalog.columns.flags[rows] & PINNED) != 0) != pinned]
+            if len(rows):
+                self._state.apply(PinChanged(rows, pinned))
+                changed += len(rows)
+        return changed
+
+    async def drop_namespace(self, tenant: str, ref: NamespaceRef) -> tuple[int, int]:
+        """Forgets a namespace at once, durably. (new epoch, blocks forgotten)."""
+        catalog = self._state.catalog
+        namespace = catalog.namespaces.get(tenant, ref)
+        blocks = sum(catalog.tree.block_count(space) for space in namespace.spaces.values())
+        new_epoch = self._epochs.after(tenant, ref.fingerprint, ref.epoch)
+        self._end_reads(namespace)
+        self._room.discard(catalog.namespaces.drop(namespace, new_epoch))
+        await self._state.movers.run(CallJob(self._epochs.save))
+        return new_epoch, blocks
+
+    def _end_reads(self, namespace: Namespace) -> None:
+        """Readers verify what they copied, so their leases can end under them."""
+        for lease in list(self._state.leases.reads.values()):
+            if lease.namespace is namespace:
+                self._endings.release_shards(lease, list(lease.shards))
+
+
+def sum_counters(parts: list[Counters]) -> Counters:
+    """The sum of several tenants' counters."""
+    total = Counters()
+    for part in parts:
+        total.asked += part.asked
+        total.pending += part.pending
+        total.missed += part.missed
+        total.committed += part.committed
+        total.declined += part.declined
+        total.evicted += part.evicted
+        total.bad += part.bad
+        for tier, count in part.hits.items():
+            total.hits[tier] += count
+    return total

@@ -1,0 +1,190 @@
+"""The node's cache, as the rpc floor calls it: one facade over the rooms of this floor.
+
+Every method runs on the event loop and takes the tenant that its socket stands
+for. The rooms do the work: reading, writing, portable, usage, administration,
+room, rebalancing, endings; sessions is theirs and the sockets'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.types import NamespaceRef, NamespaceSpec
+from prefixd_server.cache.administration import Administration
+from prefixd_server.cache.companions import Companions
+from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.portable import Portable
+from prefixd_server.cache.reading import Reading
+from prefixd_server.cache.rebalancing import Rebalancing
+from prefixd_server.cache.room import Room
+from prefixd_server.cache.sessions import DrainingNotice, Sessions
+from prefixd_server.cache.state import State
+from prefixd_server.cache.usage import Usage
+from prefixd_server.cache.writing import Writing
+
+SWEEP_INTERVAL_S = 0.05
+"""How late an expiry may be noticed."""
+
+
+class Cache:
+    """See the module. Built by build_cache()."""
+
+    def __init__(
+        self,
+        state: State,
+        epochs: Epochs,
+        sessions: Sessions,
+        endings: Endings,
+        room: Room,
+        rebalancing: Rebalancing,
+        reading: Reading,
+        writing: Writing,
+        portable: Portable,
+        usage: Usage,
+        administration: Administration,
+        companions: Companions,
+        namespace_count_max: int,
+    ) -> None:
+        self.state = state
+        self._epochs = epochs
+        self._endings = endings
+        self.room = room
+        self.rebalancing = rebalancing
+        self._namespace_count_max = namespace_count_max
+        self._tasks: list[asyncio.Task[None]] = []
+        self.sessions = sessions
+        self.companions = companions
+        self.boot_id = state.boot_id
+        self.limits = state.limits
+        self.lookup = reading.lookup
+        self.acquire = reading.acquire
+        self.redeem = reading.redeem
+        self.release = reading.release
+        self.reserve = writing.reserve
+        self.commit = writing.commit
+        self.abort = writing.abort
+        self.begin_put = portable.begin_put
+        self.begin_get = portable.begin_get
+        self.report_usage = usage.report
+        self.describe = administration.describe
+        self.evict = administration.evict
+        self.pin = administration.pin
+        self.list_leases = administration.list_leases
+        self.list_namespaces = administration.list_namespaces
+        self.drop_namespace = administration.drop_namespace
+        self.stats = administration.stats
+
+    # -- namespaces ----------------------------------------------------------------------------
+
+    def open_namespace(self, tenant: str, spec: NamespaceSpec) -> NamespaceRef:
+        """The namespace of this spec, made when it is new."""
+        self.state.refuse_when_draining()
+        largest = self.state.dram.segment_bytes
+        for index, group in enumerate(spec.kv_groups):
+            if group.slot_bytes > largest:
+                raise _block_too_large(index, group.block_bytes, largest)
+        fresh = self._epochs.fresh(tenant, spec.fingerprint())
+        namespace = self.state.catalog.namespaces.open(
+            tenant, spec, fresh, self.state.clock.wall(), self._namespace_count_max
+        )
+        return namespace.ref
+
+    def spec_of(self, tenant: str, ref: NamespaceRef) -> NamespaceSpec:
+        """What the namespace was opened with. Raises NotFound, StateConflict as Namespaces.get does."""
+        return self.state.catalog.namespaces.get(tenant, ref).spec
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Verifies every cross-link and identity; what is wrong, in words."""
+        return self.state.catalog.check() + self._check_leases()
+
+    def start(self) -> None:
+        """Starts the background tasks on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
+
+    async def stop(self) -> None:
+        """Ends the background tasks, waits for the movers, gives the memory back."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self.state.movers.drain()
+        self.state.movers.close()
+        self.state.dram.close()
+
+    def raise_if_broken(self) -> None:
+        """Raises what ended a background task, if one has ended: none ever should."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def step(self) -> None:
+        """One round of housekeeping: expiries, then dropped namespaces, in bounded steps."""
+        self._endings.expire(self.state.clock.now())
+        if self.room.has_garbage:
+            self.room.reclaim()
+
+    async def _sweep(self) -> None:
+        while True:
+            self.step()
+            await asyncio.sleep(0 if self.room.has_garbage else SWEEP_INTERVAL_S)
+
+    # -- drain ---------------------------------------------------------------------------------
+
+    def drain_begin(self, gone_after_s: float | None = None) -> None:
+        """From now on nothing new is admitted; every session is told."""
+        self.state.draining = True
+        notice = DrainingNotice(self.state.drain_timeout_s if gone_after_s is None else gone_after_s)
+        for session in self.sessions.open_of():
+            session.notify(notice)
+
+    async def drained(self, timeout_s: float) -> int:
+        """Waits until no lease is held, at most `timeout_s`; how many are held then."""
+        return await _until_zero(self.state.leases.live_count, timeout_s)
+
+    # -- identities ----------------------------------------------------------------------------
+
+    def _check_leases(self) -> list[str]:
+        """Every leased slot is held by a lease, and counters balance."""
+        problems = []
+        for tenant, counters in self.state.counters.items():
+            if counters.asked != sum(counters.hits.values()) + counters.pending + counters.missed:
+                problems.append(f"tenant {tenant}: hits + pending + misses differ from blocks asked for")
+        for tier, table in self.state.catalog.slots.items():
+            held = sum(
+                len(piece.slots)
+                for lease in self.state.leases.reads.values()
+                for hold in lease.shards.values()
+                for piece in hold.pieces
+                if piece.tier is tier
+            )
+            counted = table.lease_total()
+            if counted < held:
+                problems.append(f"{tier.name}: leases hold {held} slots, the slot table counts {counted}")
+        return problems
+
+
+async def _until_zero(count: Callable[[], int], timeout_s: float, interval_s: float = 0.02) -> int:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while (left := count()) and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(interval_s)
+    return left
+
+
+def _block_too_large(index: int, block_bytes: int, limit: int) -> InvalidRequest:
+    """A block must fit into one segment."""
+    return InvalidRequest(
+        "BLOCK_TOO_LARGE",
+        f"kv_groups[{index}].block_bytes is {block_bytes}, a block must fit into one segment of "
+        f"{limit} bytes; use fewer tokens per block, or raise dram.segment",
+        field=f"spec.kv_groups[{index}].block_bytes",
+        value=block_bytes,
+        limit=limit,
+    )

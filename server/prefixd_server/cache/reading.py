@@ -1,0 +1,281 @@
+"""The way out: lookup, acquire, redeem, release.
+
+Lookup and acquire walk the same steps: find the rows of every shard and KV
+group, take the longest prefix that all of them can serve, and tell where it
+lies. Acquire adds a lease and counts one use.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.errors import LimitReached, NotFound
+from prefixd_server.base.types import (
+    Acquired,
+    BadBlock,
+    Extent,
+    Hashes,
+    LeaseGrant,
+    LeaseRelease,
+    NamespaceRef,
+    Redeemed,
+    Rows,
+    RunHits,
+    ShardExtents,
+    Tier,
+)
+from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.sessions import Session, Sessions
+from prefixd_server.cache.state import BadSlot, State
+from prefixd_server.cache.verifying import Verifier
+from prefixd_server.catalog.events import CopiesLeased, CopyFoundBad, RunUsed
+from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
+from prefixd_server.catalog.namespaces import Namespace
+
+READABLE_TIERS = (Tier.HBM, Tier.DRAM)
+"""Tiers whose slots an engine can read, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run as found: rows per (shard, kv_group), and the tier index of every hit block."""
+
+    rows: dict[tuple[int, int], Rows]
+    hit_count: int
+    known_count: int
+    tiers: NDArray[np.uint8]
+
+    def run(self, asked: int) -> RunHits:
+        """hits + pending + misses = asked."""
+        pieces = _pieces(self.tiers[: self.hit_count])
+        return RunHits(
+            tuple((tier, last - first) for tier, first, last in pieces),
+            self.known_count - self.hit_count,
+            asked - self.known_count,
+        )
+
+
+class Reading:
+    """See the module."""
+
+    def __init__(self, state: State, sessions: Sessions, endings: Endings, verifier: Verifier) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._endings = endings
+        self._verifier = verifier
+
+    def lookup(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> RunHits:
+        """What would hit; changes nothing."""
+        namespace = self._state.catalog.namespaces.get(tenant, ref)
+        return self._find(namespace, hashes, _every_part(namespace)).run(len(hashes))
+
+    def acquire(
+        self,
+        tenant: str,
+        session_id: bytes,
+        ref: NamespaceRef,
+        hashes: Hashes,
+        skip_count: int,
+        redeem_shards: tuple[int, ...],
+        ttl_s: float | None,
+        request_id: str = "",
+    ) -> Acquired:
+        """Leases the longest resident prefix beyond `skip_count`, for all shards at once."""
+        self._state.refuse_when_draining()
+        session = self._sessions.get(tenant, session_id)
+        namespace = self._state.catalog.namespaces.get(tenant, ref)
+        found = self._find(namespace, hashes, _every_part(namespace))
+        run = found.run(len(hashes))
+        self.count(tenant, run)
+        if found.hit_count and self._state.first_use(tenant, session.instance_id, request_id):
+            self.use(found)
+        if found.hit_count <= skip_count:
+            return Acquired(run, None)
+        if self._state.leases.live_count(tenant) >= self._state.limits.lease_count_max:
+            raise _too_many_leases(self._state.limits.lease_count_max)
+        ttl = self._state.lease_ttl_s(ttl_s)
+        lease = self._lease(session, namespace, found, skip_count, ttl)
+        extents = tuple(e for shard in redeem_shards for e in self._extents(lease, shard))
+        return Acquired(run, LeaseGrant(lease.token, ttl), extents)
+
+    def redeem(self, tenant: str, session_id: bytes, token: bytes, shard: int) -> Redeemed:
+        """Hands one shard of a lease to a worker of the same instance."""
+        session = self._sessions.get(tenant, session_id)
+        lease = self._state.leases.read(token, tenant, session.instance_id)
+        hold = lease.shards.get(shard)
+        if hold is None or self._forgotten(hold):
+            raise NotFound(
+                "SHARD_NOT_LEASED",
+                f"shard {shard} of this lease was released, its blocks were forgotten, or it is out of "
+                "range; acquire again",
+                field="shard",
+                value=shard,
+            )
+        hold.holder = session.session_id
+        remaining = max(0.0, lease.expires_at - self._state.clock.now())
+        return Redeemed(LeaseGrant(token, remaining), tuple(self._extents(lease, shard)))
+
+    async def release(self, tenant: str, session_id: bytes, releases: list[LeaseRelease]) -> tuple[int, int]:
+        """Ends shards of leases; verifies reported blocks first. (released, confirmed bad)."""
+        session = self._sessions.get(tenant, session_id)
+        released = confirmed = 0
+        for entry in releases:
+            lease = self._state.leases.reads.get(entry.token)
+            if lease is None or (lease.tenant, lease.instance_id) != (tenant, session.instance_id):
+                continue
+            for bad in entry.bad_blocks:
+                confirmed += await self._confirm_bad(lease, bad)
+            shards = entry.shards or tuple(lease.shards)
+            released += bool(lease.shards)
+            self._endings.release_shards(lease, shards)
+        return released, confirmed
+
+    def find_one(self, namespace: Namespace, shard: int, kv_group: int, hashes: Hashes) -> Found:
+        """The run as one shard and KV group has it."""
+        return self._find(namespace, hashes, [(shard, kv_group)])
+
+    def use(self, found: Found) -> None:
+        """Counts one use of the hit prefix, in every shard and KV group."""
+        for rows in found.rows.values():
+            self._state.apply(RunUsed(rows[: found.hit_count]))
+
+    def count(self, tenant: str, run: RunHits) -> None:
+        """Books what was asked for: hits per tier + pending + misses = asked."""
+        counters = self._state.counters_of(tenant)
+        for tier, blocks in run.hits:
+            counters.hits[tier] += blocks
+            counters.asked += blocks
+        counters.pending += run.pending_count
+        counters.missed += run.miss_count
+        counters.asked += run.pending_count + run.miss_count
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _find(self, namespace: Namespace, hashes: Hashes, parts: list[tuple[int, int]]) -> Found:
+        """The longest prefix that every part, a (shard, kv_group), can serve."""
+        catalog = self._state.catalog
+        hit = known = len(hashes)
+        rows_of: dict[tuple[int, int], Rows] = {}
+        tiers = np.zeros(len(hashes), dtype=np.uint8)
+        for shard, group in parts:
+            space = catalog.namespaces.space(namespace, shard, group)
+            rows = catalog.find(space, hashes[:known])
+            known = _leading(rows >= 0)
+            rows = rows[:known]
+            tier = self._tier_of(rows)
+            hit = min(hit, _leading((tier != 0) & catalog.visible(rows)))
+            np.maximum(tiers[:known], tier, out=tiers[:known])
+            rows_of[shard, group] = rows
+        return Found(rows_of, hit, known, tiers)
+
+    def _tier_of(self, rows: Rows) -> NDArray[np.uint8]:
+        """The fastest tier that can serve each row now; 0 when none can."""
+        tier_of = np.zeros(len(rows), dtype=np.uint8)
+        for tier in reversed(READABLE_TIERS):
+            if tier in self._state.catalog.slots:
+                tier_of[self._state.catalog.resident(tier, rows)] = tier
+        return tier_of
+
+    def _lease(
+        self, session: Session, namespace: Namespace, found: Found, skip: int, ttl_s: float
+    ) -> ReadLease:
+        shards: dict[int, list[LeasedPiece]] = {}
+        for (shard, group), rows in found.rows.items():
+            wanted = rows[skip : found.hit_count]
+            for tier, first, last in _pieces(self._tier_of(wanted)):
+                slots = self._state.catalog.columns.slot[tier][wanted[first:last]]
+                self._state.apply(CopiesLeased(tier, slots))
+                shards.setdefault(shard, []).append(LeasedPiece(group, tier, skip + first, slots))
+        lease = ReadLease(
+            token=secrets.token_bytes(TOKEN_BYTES),
+            tenant=session.tenant,
+            instance_id=session.instance_id,
+            pid=session.pid,
+            namespace=namespace,
+            taken_at_wall=self._state.clock.wall(),
+            expires_at=self._state.clock.now() + ttl_s,
+            shards={shard: ShardHold(session.session_id, tuple(pieces)) for shard, pieces in shards.items()},
+        )
+        self._state.leases.add(lease)
+        return lease
+
+    def _forgotten(self, hold: ShardHold) -> bool:
+        """Whether a block of the hold was forgotten after it was leased."""
+        slots = self._state.catalog.slots
+        return any((slots[piece.tier].row[piece.slots] < 0).any() for piece in hold.pieces)
+
+    def _extents(self, lease: ReadLease, shard: int) -> list[ShardExtents]:
+        hold = lease.shards.get(shard)
+        if hold is None:
+            return []
+        catalog = self._state.catalog
+        by_group: dict[int, list[LeasedPiece]] = {}
+        for piece in hold.pieces:
+            by_group.setdefault(piece.kv_group, []).append(piece)
+        answers = []
+        for group, pieces in sorted(by_group.items()):
+            extents: list[Extent] = []
+            for piece in pieces:
+                table = catalog.slots[piece.tier]
+                checksums = catalog.columns.checksum[table.row[piece.slots]]
+                extents.extend(table.extents(piece.slots, checksums, piece.first_block))
+            answers.append(ShardExtents(shard, group, tuple(extents)))
+        return answers
+
+    async def _confirm_bad(self, lease: ReadLease, bad: BadBlock) -> int:
+        """Verifies one reported block; a bad copy is quarantined, counted and forgotten."""
+        hold = lease.shards.get(bad.shard)
+        for piece in hold.pieces if hold else ():
+            index = bad.block_index - piece.first_block
+            if piece.kv_group == bad.kv_group and 0 <= index < len(piece.slots):
+                slot = int(piece.slots[index])
+                if await self._verifier.is_good(lease.namespace.spec, piece.kv_group, piece.tier, slot):
+                    return 0
+                return self.found_bad(lease.tenant, piece.tier, slot)
+        return 0
+
+    def found_bad(self, tenant: str, tier: Tier, slot: int) -> int:
+        """Forgets a copy whose bytes are wrong; 1, or 0 when it was forgotten meanwhile."""
+        table = self._state.catalog.slots[tier]
+        if table.row[slot] < 0:
+            return 0
+        slot_bytes = table.slot_bytes_of(slot)
+        self._state.apply(CopyFoundBad(tier, slot))
+        self._state.counters_of(tenant).bad += 1
+        self._state.bad_slots.append(
+            BadSlot(tier, slot, slot_bytes, tenant, self._sessions.living_writers(tenant))
+        )
+        self._endings.lift_unwitnessed()
+        return 1
+
+
+def _every_part(namespace: Namespace) -> list[tuple[int, int]]:
+    spec = namespace.spec
+    return [(shard, group) for shard in range(spec.shard_count) for group in range(len(spec.kv_groups))]
+
+
+def _leading(mask: NDArray[np.bool_]) -> int:
+    """Length of the leading run of True."""
+    if len(mask) == 0:
+        return 0
+    stop = int(mask.argmin())
+    return len(mask) if mask[stop] else stop
+
+
+def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:
+    """Consecutive blocks of one tier as (tier, first, end)."""
+    edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
+    return [(Tier(int(tiers[a])), a, b) for a, b in pairwise(edges) if b > a]
+
+
+def _too_many_leases(limit: int) -> LimitReached:
+    return LimitReached(
+        "LEASE_LIMIT",
+        f"the tenant holds {limit} leases; release some, or raise leases.lease_count_max",
+        limit=limit,
+    )

@@ -1,0 +1,228 @@
+"""Empties a segment for another block size or tenant (DESIGN section 4).
+
+The least important segment is chosen; of its blocks, those that the policy would
+keep are copied into slots of the same pool elsewhere, the rest are evicted. A
+segment never changes tenant with its memory: it is renewed on a mover first.
+One segment is under way at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import structlog
+
+from prefixd_server.base.types import NO_ROW, Rows, Slots, SlotState, Tier
+from prefixd_server.cache.room import Room
+from prefixd_server.cache.sessions import SegmentsRetiredNotice, Sessions
+from prefixd_server.cache.state import State
+from prefixd_server.catalog.events import (
+    BlocksRemoved,
+    CopiesLeased,
+    CopiesReleased,
+    CopyAbandoned,
+    CopyReplaced,
+)
+from prefixd_server.media.movers import CopyJob, RenewJob
+
+SEGMENT_SAMPLE_COUNT_MAX = 64
+"""Segments of a donor that are looked at before one is chosen."""
+STEAL_AGE_FACTOR = 2.0
+STEAL_AGE_MARGIN_S = 5.0
+"""A pool that has segments gets another's only if that one's oldest blocks have been idle
+this much longer than its own oldest."""
+
+log = structlog.get_logger(__name__)
+
+
+class Rebalancing:
+    """See the module. `run()` is the background task; Room.wake wakes it."""
+
+    def __init__(self, state: State, sessions: Sessions, room: Room) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._room = room
+        self.busy = False
+        """Whether a segment is under way."""
+
+    async def run(self) -> None:
+        """Serves hungry pools for ever; ends when cancelled."""
+        while True:
+            await self._room.wake.wait()
+            self._room.wake.clear()
+            while self._room.hungry:
+                pool = next(iter(self._room.hungry))
+                del self._room.hungry[pool]
+                await self.serve(pool)
+
+    async def serve(self, pool: int) -> bool:
+        """Gives the pool one more segment, if another pool is worth less. Whether it did."""
+        self.busy = True
+        try:
+            return await self._serve(pool)
+        finally:
+            self.busy = False
+
+    async def _serve(self, pool: int) -> bool:
+        room = self._room
+        if not room.may_grow(pool):
+            return False
+        segment = self._unassigned()
+        if segment is None:
+            segment = self._choose(pool)
+            if segment is None or not await self._empty(segment):
+                return False
+        tenant = self._state.catalog.namespaces.pool_of(pool).tenant
+        former = room.former_tenant[segment]
+        if former not in (None, tenant):
+            await self._renew(segment, former)
+        room.assign(segment, pool)
+        log.info("segment assigned", segment=segment, tenant=tenant, former_tenant=former)
+        return True
+
+    def _unassigned(self) -> int | None:
+        free = self._state.catalog.slots[Tier.DRAM].unassigned()
+        return free[0] if free else None
+
+    async def _renew(self, segment: int, former: str | None) -> None:
+        """Fresh memory for another tenant; the former one's clients are told to unmap."""
+        retired = SegmentsRetiredNotice((self._room.segment_ids[segment],))
+        self._room.former_tenant[segment] = ""
+        await self._state.movers.run(RenewJob(self._state.dram, segment))
+        self._room.renewed(segment)
+        for session in self._sessions.open_of(former):
+            session.notify(retired)
+
+    # -- choosing ------------------------------------------------------------------------------
+
+    def _choose(self, pool: int) -> int | None:
+        """The segment to empty for `pool`: the donor's whose blocks were used longest ago."""
+        table = self._state.catalog.slots[Tier.DRAM]
+        now = self._state.clock.now()
+        donors = [p for p in range(self._state.catalog.namespaces.pool_count) if p != pool]
+        donors = [p for p in donors if table.segment_count_of(p) > 0]
+        aged = sorted(((self._oldest_age(p, now), p) for p in donors), reverse=True)
+        own_count = table.segment_count_of(pool)
+        for age, donor in aged:
+            if own_count and age < STEAL_AGE_FACTOR * self._oldest_age(pool, now) + STEAL_AGE_MARGIN_S:
+                return None
+            segment = self._least_used(donor)
+            if segment is not None:
+                return segment
+        return None
+
+    def _oldest_age(self, pool: int, now: float) -> float:
+        """Seconds since the pool's least recently used leaf was used; infinite when it is empty."""
+        catalog = self._state.catalog
+        view = catalog.tree.view(Tier.DRAM, pool, catalog.evictable(Tier.DRAM))
+        node = next(iter(view.oldest()), None)
+        return float("inf") if node is None else now - float(view.last_use[node])
+
+    def _least_used(self, donor: int) -> int | None:
+        """The donor's segment with the least recently used blocks, among those that can be emptied now."""
+        catalog = self._state.catalog
+        table = catalog.slots[Tier.DRAM]
+        best: tuple[float, int] | None = None
+        for segment in table.segments_of(donor)[:SEGMENT_SAMPLE_COUNT_MAX]:
+            if table.is_held(segment) or not table.can_empty(segment):
+                continue
+            rows = table.rows_in(segment)
+            used = float(catalog.tree.last_use[catalog.columns.node[rows]].mean()) if len(rows) else 0.0
+            if best is None or used < best[0]:
+                best = (used, segment)
+        return None if best is None else best[1]
+
+    # -- emptying ------------------------------------------------------------------------------
+
+    async def _empty(self, segment: int) -> bool:
+        """Empties one segment: evict the least important, copy the rest, drop what finds no place."""
+        table = self._state.catalog.slots[Tier.DRAM]
+        pool = table.pool_of(segment)
+        table.hold(segment)
+        try:
+            elsewhere = table.free_count(pool)
+            occupied = len(table.rows_in(segment))
+            if table.segment_count_of(pool) > 1:
+                self._room.evict(Tier.DRAM, pool, max(0, occupied - elsewhere))
+                await self._relocate(pool, self._movable(segment))
+            self._forget_rest(pool, segment)
+            if not table.is_empty(segment):
+                return False
+            table.unassign(segment)
+        finally:
+            table.unhold(segment)
+        return True
+
+    def _forget_rest(self, pool: int, segment: int) -> None:
+        """Forgets what found no place, with what hangs below it; nothing when any of that is held."""
+        catalog = self._state.catalog
+        left = self._movable(segment)
+        if len(left):
+            going = catalog.closure(left)
+            if not catalog.held(going).any():
+                self._state.apply(BlocksRemoved(going))
+                tenant = catalog.namespaces.pool_of(pool).tenant
+                self._state.counters_of(tenant).evicted += len(going)
+
+    def _movable(self, segment: int) -> Rows:
+        """Rows of the segment with a readable, unleased copy there."""
+        table = self._state.catalog.slots[Tier.DRAM]
+        rows = table.rows_in(segment)
+        slots = self._state.catalog.columns.slot[Tier.DRAM][rows]
+        movable: Rows = rows[(table.state[slots] == SlotState.RESIDENT) & (table.leases[slots] == 0)]
+        return movable
+
+    async def _relocate(self, pool: int, rows: Rows) -> None:
+        """Copies the rows' blocks into free slots of the pool elsewhere, as far as there are any."""
+        catalog = self._state.catalog
+        table = catalog.slots[Tier.DRAM]
+        new = table.allocate(pool, len(rows), None)
+        rows = rows[: len(new)]
+        old = catalog.columns.slot[Tier.DRAM][rows]
+        order = np.argsort(old)
+        rows, old = rows[order], old[order]
+        self._state.apply(CopiesLeased(Tier.DRAM, old))
+        try:
+            for row, source, target in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True):
+                good = await self._copy(row, source, target)
+                one_old, one_new = _one(source), _one(target)
+                moved = good and int(table.row[source]) == row
+                self._state.apply(CopiesReleased(Tier.DRAM, one_old))
+                old = old[1:]
+                if moved:
+                    self._state.apply(CopyReplaced(Tier.DRAM, np.array([row], np.int32), one_old, one_new))
+                else:
+                    self._state.apply(CopyAbandoned(Tier.DRAM, one_new))
+                new = new[1:]
+        finally:
+            if len(old):
+                self._state.apply(CopiesReleased(Tier.DRAM, old))
+            if len(new):
+                self._state.apply(CopyAbandoned(Tier.DRAM, new))
+
+    async def _copy(self, row: int, source: int, target: int) -> bool:
+        """One block from slot to slot, on a mover; whether the copy is verified."""
+        catalog = self._state.catalog
+        table = catalog.slots[Tier.DRAM]
+        namespace, _, group = catalog.namespaces.owner(int(catalog.columns.space[row]))
+        spec = namespace.spec
+        (read,) = table.extents(_one(source), None)
+        (write,) = table.extents(_one(target), None)
+        result = await self._state.movers.run(
+            CopyJob(
+                source=self._state.dram,
+                source_segment_index=table.segment_of(source),
+                source_offset_bytes=read.offset_bytes,
+                target=self._state.dram,
+                target_segment_index=table.segment_of(target),
+                target_offset_bytes=write.offset_bytes,
+                stride_bytes=read.stride_bytes,
+                block_bytes=spec.kv_groups[group].block_bytes,
+                checksums=catalog.columns.checksum[row : row + 1].copy(),
+                algorithm=spec.checksum_algorithm,
+            )
+        )
+        return row != NO_ROW and not bool(result.bad[0])
+
+
+def _one(slot: int) -> Slots:
+    return np.array([slot], dtype=np.uint32)

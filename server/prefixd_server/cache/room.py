@@ -1,0 +1,150 @@
+"""Making room in DRAM, at once: free slots, spare segments, eviction.
+
+Everything here is a step on the loop. What takes longer, emptying a segment of
+one block size or tenant for another, is rebalancing.py's; room only says who is
+hungry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefixd_server.base.types import DeclineReason, Slots, Tier
+from prefixd_server.cache.state import State
+from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted
+
+EVICTION_SLACK_SHARE = 1 / 64
+"""Part of a pool that one eviction frees beyond what is needed: later runs find contiguous room."""
+RECLAIM_BLOCK_COUNT = 512
+"""Blocks of a dropped namespace that are forgotten in one step."""
+
+
+class Room:
+    """See the module.
+
+    Args:
+        quota_bytes: most DRAM of each tenant, 0 or absent for no quota.
+    """
+
+    def __init__(self, state: State, quota_bytes: dict[str, int]) -> None:
+        self._state = state
+        self._quota_bytes = quota_bytes
+        self.hungry: dict[int, None] = {}
+        """Pools that got less than they asked for, in order; `wake` is set with it."""
+        self.wake = asyncio.Event()
+        count = state.catalog.slots[Tier.DRAM].segment_count
+        self.former_tenant: list[str | None] = [None] * count
+        """Tenant whose processes may have the segment mapped, by segment index."""
+        self.segment_ids: list[int] = list(range(1, count + 1))
+        """Wire id of each segment's present memory, by segment index."""
+        self._next_segment_id = count + 1
+        self._garbage: list[int] = []
+        """Spaces of dropped namespaces whose blocks are still to be forgotten."""
+
+    def allocate(self, pool: int, count: int, after: int | None) -> tuple[Slots, DeclineReason | None]:
+        """Up to `count` RESERVED slots, as few extents as possible, and why there are fewer."""
+        table = self._state.catalog.slots[Tier.DRAM]
+        while table.free_count(pool) < count and self._assign_spare(pool):
+            pass
+        short = count - table.free_count(pool)
+        if short > 0 and self._garbage:
+            self.reclaim(short)
+            short = count - table.free_count(pool)
+        if short > 0:
+            self.evict(Tier.DRAM, pool, short + int(table.slot_count(pool) * EVICTION_SLACK_SHARE))
+        slots = table.allocate(pool, count, after)
+        if len(slots) == count:
+            return slots, None
+        self.hungry[pool] = None
+        self.wake.set()
+        grows = len(slots) == 0 and table.slot_count(pool) == 0
+        return slots, DeclineReason.SEGMENT_PREPARING if grows else DeclineReason.TIER_FULL
+
+    def evict(self, tier: Tier, pool: int, count: int) -> int:
+        """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed."""
+        catalog = self._state.catalog
+        view = catalog.tree.view(tier, pool, catalog.evictable(tier))
+        tenant = catalog.namespaces.pool_of(pool).tenant
+        evicted = 0
+        while evicted < count:
+            victims = self._state.policy.victims(
+                view, count - evicted, self._state.clock.now(), self._state.rng
+            )
+            freed = 0
+            for node, block_count in victims:
+                rows = catalog.tree.tail_rows(tier, node, block_count)
+                freed += self._state.apply(CopiesEvicted(tier, rows)).freed_count
+            if freed == 0:
+                break
+            evicted += freed
+        self._state.counters_of(tenant).evicted += evicted
+        return evicted
+
+    # -- segments ------------------------------------------------------------------------------
+
+    def may_grow(self, pool: int) -> bool:
+        """Whether the tenant's quota leaves room for one more segment."""
+        names = self._state.catalog.namespaces
+        tenant = names.pool_of(pool).tenant
+        quota = self._quota_bytes.get(tenant, 0)
+        if quota == 0:
+            return True
+        table = self._state.catalog.slots[Tier.DRAM]
+        held = sum(table.segment_count_of(p) for p in names.pools_of_tenant(tenant))
+        return (held + 1) * table.segment_bytes <= quota
+
+    def _assign_spare(self, pool: int) -> bool:
+        """Gives the pool a segment that nobody uses and no other tenant has mapped."""
+        if not self.may_grow(pool):
+            return False
+        tenant = self._state.catalog.namespaces.pool_of(pool).tenant
+        for segment in self._state.catalog.slots[Tier.DRAM].unassigned():
+            if self.former_tenant[segment] in (None, tenant):
+                self.assign(segment, pool)
+                return True
+        return False
+
+    def assign(self, segment: int, pool: int) -> None:
+        """The segment serves this pool from now on."""
+        chosen = self._state.catalog.namespaces.pool_of(pool)
+        self.former_tenant[segment] = chosen.tenant
+        self._state.catalog.slots[Tier.DRAM].assign(
+            segment, pool, chosen.slot_bytes, self.segment_ids[segment]
+        )
+
+    def renewed(self, segment: int) -> None:
+        """The segment has fresh memory that nobody has mapped: a new wire id."""
+        self.former_tenant[segment] = None
+        self.segment_ids[segment] = self._next_segment_id
+        self._next_segment_id += 1
+
+    def segment_of_wire_id(self, tenant: str, segment_id: int) -> int | None:
+        """The segment index, when the segment belongs to the tenant now."""
+        try:
+            segment = self.segment_ids.index(segment_id)
+        except ValueError:
+            return None
+        return segment if self.former_tenant[segment] == tenant else None
+
+    # -- dropped namespaces --------------------------------------------------------------------
+
+    def discard(self, spaces: list[int]) -> None:
+        """Blocks of these spaces are unreachable already; they are forgotten step by step."""
+        self._garbage.extend(spaces)
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether blocks of dropped namespaces are still to be forgotten."""
+        return bool(self._garbage)
+
+    def reclaim(self, block_count: int = RECLAIM_BLOCK_COUNT) -> int:
+        """Forgets up to about `block_count` blocks of dropped namespaces. Blocks forgotten."""
+        tree = self._state.catalog.tree
+        forgotten = 0
+        while self._garbage and forgotten < block_count:
+            rows = tree.some_of(self._garbage[-1], block_count - forgotten)
+            if len(rows) == 0:
+                tree.drop_space(self._garbage.pop())
+                continue
+            forgotten += self._state.apply(BlocksRemoved(rows)).forgotten_count
+        return forgotten

@@ -1,0 +1,103 @@
+"""What the rooms of the cache floor share: one object, owned by the event loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixd_server.base.clock import Clock
+from prefixd_server.base.config import LeaseConfig
+from prefixd_server.base.errors import Unavailable
+from prefixd_server.base.types import Counters, Tier
+from prefixd_server.catalog.catalog import Catalog
+from prefixd_server.catalog.events import Effect, Event
+from prefixd_server.catalog.leases import LeaseTable
+from prefixd_server.media.dram import DramMedium
+from prefixd_server.media.movers import Movers
+from prefixd_server.policy.policy import Policy
+
+REQUEST_MEMORY_COUNT_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class BadSlot:
+    """A slot whose bytes were found wrong; held while one of `witnesses` could still write to it."""
+
+    tier: Tier
+    slot: int
+    slot_bytes: int
+    tenant: str
+    witnesses: set[bytes]
+
+
+@dataclass(slots=True)
+class State:
+    """The node's metadata and its collaborators."""
+
+    catalog: Catalog
+    policy: Policy
+    dram: DramMedium
+    movers: Movers
+    clock: Clock
+    limits: LeaseConfig
+    rng: np.random.Generator
+    drain_timeout_s: float
+    boot_id: bytes
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    counters: dict[str, Counters] = field(default_factory=dict)
+    bad_slots: list[BadSlot] = field(default_factory=list)
+    draining: bool = False
+    retry_after_drain_s: float = 1.0
+    _requests: OrderedDict[tuple[str, str, str], None] = field(default_factory=OrderedDict)
+
+    def apply(self, event: Event) -> Effect:
+        """Applies one event to the catalog, now."""
+        return self.catalog.apply(event, self.clock.now())
+
+    def counters_of(self, tenant: str) -> Counters:
+        """The tenant's counters since start."""
+        found = self.counters.get(tenant)
+        if found is None:
+            found = self.counters[tenant] = Counters()
+        return found
+
+    def lease_ttl_s(self, wished_s: float | None) -> float:
+        """Life of a new lease: what was wished, at most the configured maximum."""
+        longest = self.limits.ttl_max_s
+        return longest if wished_s is None else min(wished_s, longest)
+
+    def refuse_when_draining(self) -> None:
+        """Raises Unavailable DRAINING once the daemon admits nothing new."""
+        if self.draining:
+            raise Unavailable(
+                "DRAINING",
+                "the daemon is draining and takes nothing new; go on without it and retry",
+                retry_after_s=self.retry_after_drain_s,
+            )
+
+    def first_use(self, tenant: str, instance_id: str, request_id: str) -> bool:
+        """Whether this is the first use seen of a request: one use is counted per request.
+
+        Requests without an id always count. Memory is bounded; the oldest are forgotten.
+        """
+        if not request_id:
+            return True
+        name = (tenant, instance_id, request_id)
+        if name in self._requests:
+            self._requests.move_to_end(name)
+            return False
+        self._requests[name] = None
+        if len(self._requests) > REQUEST_MEMORY_COUNT_MAX:
+            self._requests.popitem(last=False)
+        return True
+
+    def quarantined_bytes(self, tenant: str) -> int:
+        """Bytes of slots that wait for proofs of death on the tenant's account."""
+        total = 0
+        for lease in self.leases.writes.values():
+            if lease.quarantined and lease.tenant == tenant:
+                group = lease.namespace.spec.kv_groups[lease.kv_group]
+                total += len(lease.open_slots) * group.slot_bytes
+        return total + sum(bad.slot_bytes for bad in self.bad_slots if bad.tenant == tenant)

@@ -1,0 +1,40 @@
+"""Has a mover verify the copy in one slot against the catalog's checksum."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixd_server.base.types import NO_ROW, NamespaceSpec, Tier
+from prefixd_server.cache.state import State
+from prefixd_server.media.movers import VerifyJob
+
+
+class Verifier:
+    """See the module."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def is_good(self, spec: NamespaceSpec, kv_group: int, tier: Tier, slot: int) -> bool:
+        """Whether the slot's bytes match their checksum. The caller holds a lease on the slot.
+
+        A slot whose block was forgotten meanwhile has nothing to be compared
+        with, and counts as good.
+        """
+        table = self._state.catalog.slots[tier]
+        row = int(table.row[slot])
+        if row == NO_ROW:
+            return True
+        extent = table.extents(np.array([slot], dtype=np.uint32), None)[0]
+        result = await self._state.movers.run(
+            VerifyJob(
+                source=self._state.dram,
+                segment_index=table.segment_of(slot),
+                offset_bytes=extent.offset_bytes,
+                stride_bytes=extent.stride_bytes,
+                block_bytes=spec.kv_groups[kv_group].block_bytes,
+                checksums=self._state.catalog.columns.checksum[row : row + 1].copy(),
+                algorithm=spec.checksum_algorithm,
+            )
+        )
+        return not bool(result.bad[0])

@@ -1,0 +1,323 @@
+"""The way in: reserve, commit, abort."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.errors import InvalidRequest, StateConflict
+from prefixd_server.base.types import (
+    NO_ROW,
+    NO_SLOT,
+    Checksums,
+    Committed,
+    DeclineReason,
+    Hashes,
+    LeaseGrant,
+    NamespaceRef,
+    Reserved,
+    ReserveOutcome,
+    Rows,
+    Slots,
+    SlotState,
+    Tier,
+)
+from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.room import Room
+from prefixd_server.cache.sessions import Session, Sessions
+from prefixd_server.cache.state import State
+from prefixd_server.catalog.columns import COMMITTED, VISIBLE
+from prefixd_server.catalog.events import BlocksCommitted, BlocksReserved, CopiesLeased, CopiesReleased
+from prefixd_server.catalog.leases import TOKEN_BYTES, WriteLease
+from prefixd_server.catalog.namespaces import Namespace
+
+RETRY_AFTER_FULL_S = 0.1
+
+
+class Writing:
+    """See the module."""
+
+    def __init__(self, state: State, sessions: Sessions, endings: Endings, room: Room) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._endings = endings
+        self._room = room
+
+    def reserve(
+        self,
+        tenant: str,
+        session_id: bytes,
+        ref: NamespaceRef,
+        shard: int,
+        kv_group: int,
+        parent: Hashes | None,
+        hashes: Hashes,
+        ttl_s: float | None,
+        recompute_cost_s: float | None = None,
+    ) -> Reserved:
+        """Slots for the blocks of a run that are not kept yet; outcomes for all of them.
+
+        recompute_cost_s is the engine's hint of what recomputing the whole run would cost.
+        """
+        self._state.refuse_when_draining()
+        session = self._sessions.writer(tenant, session_id)
+        namespace = self._state.catalog.namespaces.get(tenant, ref)
+        if recompute_cost_s is not None:
+            namespace.recompute_s_per_block = recompute_cost_s / len(hashes)
+        admitted = self.admit(namespace, shard, kv_group, parent, hashes)
+        self._state.counters_of(tenant).declined += admitted.declined_count
+        outcomes = admitted.outcomes()
+        if len(admitted.slots) == 0:
+            return Reserved(None, outcomes, (), admitted.reason, admitted.retry_after_s)
+        ttl = self._state.lease_ttl_s(ttl_s)
+        lease = self._lease(session, namespace, shard, kv_group, admitted.slots, ttl)
+        table = self._state.catalog.slots[Tier.DRAM]
+        extents = table.extents(admitted.slots, None, len(admitted.known))
+        return Reserved(
+            LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s
+        )
+
+    def commit(
+        self, tenant: str, session_id: bytes, token: bytes, committed_before: int, checksums: Checksums
+    ) -> Committed:
+        """Publishes the next blocks of a lease, in order."""
+        session = self._sessions.get(tenant, session_id)
+        lease = self._state.leases.write(token, tenant, session.instance_id, session.pid)
+        if lease.quarantined:
+            raise StateConflict(
+                "LEASE_EXPIRED",
+                "the write lease expired before this Commit, its blocks are forgotten; call Abort once "
+                "nobody in this process writes to its slots, then reserve again",
+                field="token",
+            )
+        self._state.catalog.namespaces.get(tenant, lease.namespace.ref)
+        _check_order(lease, committed_before, len(checksums))
+        end = lease.committed_count + len(checksums)
+        slots = lease.slots[lease.committed_count : end]
+        done = self.publish(tenant, slots, checksums)
+        lease.committed_count = end
+        if end == len(lease.slots):
+            self._state.leases.end(lease)
+        return done
+
+    def publish(self, tenant: str, slots: Slots, checksums: Checksums) -> Committed:
+        """Commits reserved slots and counts them."""
+        effect = self._state.apply(BlocksCommitted(Tier.DRAM, slots, checksums))
+        visible = min(effect.visible_count, len(slots))
+        waiting = len(slots) - visible - effect.dropped_count
+        self._state.counters_of(tenant).committed += visible + waiting
+        return Committed(visible, waiting, effect.dropped_count)
+
+    def abort(self, tenant: str, session_id: bytes, token: bytes) -> int:
+        """The writer vouches that it has stopped. Slots freed; 0 when the lease has ended already."""
+        session = self._sessions.get(tenant, session_id)
+        if token not in self._state.leases.writes:
+            return 0
+        lease = self._state.leases.write(token, tenant, session.instance_id, session.pid)
+        return self._endings.abort(lease)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def admit(
+        self, namespace: Namespace, shard: int, kv_group: int, parent: Hashes | None, hashes: Hashes
+    ) -> Admitted:
+        """Finds what is kept, reserves slots and rows for the rest, as far as there is room."""
+        catalog = self._state.catalog
+        space = self._space(namespace, shard, kv_group)
+        parent_row = NO_ROW if parent is None else int(catalog.find(space, parent)[0])
+        rows = catalog.find(space, hashes)
+        known = rows[: _leading_known(rows)]
+        missing = len(hashes) - len(known)
+        if parent is not None and parent_row == NO_ROW:
+            if len(known):
+                raise _chain_mismatch()
+            return self._admitted(known, len(hashes), DeclineReason.PARENT_MISSING)
+        self._check_chain(rows, known, parent_row)
+        if missing == 0:
+            return self._admitted(known, 0, None)
+        _refuse_repeats(hashes[len(known) :])
+        above = int(known[-1]) if len(known) else parent_row
+        reason = self._limit_reached(namespace.tenant, above, missing)
+        if reason is not None:
+            return self._admitted(known, missing, reason)
+        pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
+        slots, reason = self._allocate_below(above, pool, missing)
+        if len(slots):
+            fresh = hashes[len(known) : len(known) + len(slots)]
+            self._state.apply(BlocksReserved(space, above, fresh, Tier.DRAM, slots))
+        return self._admitted(known, missing - len(slots), reason, slots)
+
+    def _allocate_below(self, above: int, pool: int, count: int) -> tuple[Slots, DeclineReason | None]:
+        """Slots for blocks below `above`, which making room for them must not evict.
+
+        Once they are there, the closure of the prefix keeps it: an ancestor never goes first.
+        """
+        if above == NO_ROW:
+            return self._room.allocate(pool, count, None)
+        table = self._state.catalog.slots[Tier.DRAM]
+        slot = self._state.catalog.columns.slot[Tier.DRAM][above : above + 1].copy()
+        if slot[0] == NO_SLOT or table.state[slot[0]] != SlotState.RESIDENT:
+            return self._room.allocate(pool, count, None)
+        self._state.apply(CopiesLeased(Tier.DRAM, slot))
+        try:
+            return self._room.allocate(pool, count, int(slot[0]))
+        finally:
+            self._state.apply(CopiesReleased(Tier.DRAM, slot))
+
+    def _admitted(
+        self, known: Rows, declined: int, reason: DeclineReason | None, slots: Slots | None = None
+    ) -> Admitted:
+        committed = (self._state.catalog.columns.flags[known] & COMMITTED) != 0
+        return Admitted(
+            known, committed, np.zeros(0, np.uint32) if slots is None else slots, declined, reason
+        )
+
+    def _space(self, namespace: Namespace, shard: int, kv_group: int) -> int:
+        catalog = self._state.catalog
+        space = catalog.namespaces.space(namespace, shard, kv_group)
+        if space is None:
+            space = catalog.namespaces.make_space(namespace, shard, kv_group)
+            slot_bytes = namespace.spec.kv_groups[kv_group].slot_bytes
+            catalog.tree.add_space(space, catalog.namespaces.pool(namespace.tenant, slot_bytes))
+        return space
+
+    def _check_chain(self, rows: Rows, known: Rows, parent_row: int) -> None:
+        """A known block keeps its parent: a run that names another one is refused."""
+        if (rows[len(known) :] != NO_ROW).any():
+            raise _chain_mismatch()
+        if len(known):
+            parents = self._state.catalog.columns.parent[known]
+            if int(parents[0]) != parent_row or (parents[1:] != known[:-1]).any():
+                raise _chain_mismatch()
+
+    def _limit_reached(self, tenant: str, above: int, count: int) -> DeclineReason | None:
+        state = self._state
+        quarantined = state.quarantined_bytes(tenant)
+        tier_bytes = state.dram.segment_bytes * state.catalog.slots[Tier.DRAM].segment_count
+        if quarantined > state.limits.quarantine_share_max * tier_bytes:
+            return DeclineReason.QUARANTINE_FULL
+        if state.leases.live_count(tenant) >= state.limits.lease_count_max:
+            return DeclineReason.LIMIT_REACHED
+        hidden = above != NO_ROW and not state.catalog.columns.flags[above] & VISIBLE
+        if hidden and state.catalog.waiting_count + count > state.limits.waiting_children_max:
+            return DeclineReason.LIMIT_REACHED
+        if state.catalog.columns.count + count > state.catalog.block_count_max:
+            return DeclineReason.LIMIT_REACHED
+        return None
+
+    def _lease(
+        self, session: Session, namespace: Namespace, shard: int, kv_group: int, slots: Slots, ttl_s: float
+    ) -> WriteLease:
+        lease = WriteLease(
+            token=secrets.token_bytes(TOKEN_BYTES),
+            tenant=session.tenant,
+            instance_id=session.instance_id,
+            session_id=session.session_id,
+            pid=session.pid,
+            namespace=namespace,
+            shard=shard,
+            kv_group=kv_group,
+            tier=Tier.DRAM,
+            slots=slots,
+            taken_at_wall=self._state.clock.wall(),
+            expires_at=self._state.clock.now() + ttl_s,
+        )
+        self._state.leases.add(lease)
+        return lease
+
+
+class Admitted:
+    """What admission found and gave: known rows, then reserved slots, then declined blocks."""
+
+    __slots__ = ("_committed", "declined_count", "known", "reason", "slots")
+
+    def __init__(
+        self,
+        known: Rows,
+        committed: NDArray[np.bool_],
+        slots: Slots,
+        declined_count: int,
+        reason: DeclineReason | None,
+    ) -> None:
+        self.known = known
+        self._committed = committed
+        self.slots = slots
+        self.declined_count = declined_count
+        self.reason = reason if declined_count else None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When a retry may help."""
+        helps = self.reason in {
+            DeclineReason.TIER_FULL,
+            DeclineReason.SEGMENT_PREPARING,
+            DeclineReason.QUARANTINE_FULL,
+            DeclineReason.LIMIT_REACHED,
+        }
+        return RETRY_AFTER_FULL_S if helps else None
+
+    def outcomes(self) -> tuple[tuple[ReserveOutcome, int], ...]:
+        """(outcome, count) in run order, covering every block."""
+        edges = np.flatnonzero(self._committed[1:] != self._committed[:-1]) + 1
+        ranges = [
+            (ReserveOutcome.PRESENT if part[0] else ReserveOutcome.PENDING, len(part))
+            for part in np.split(self._committed, edges)
+            if len(part)
+        ]
+        if len(self.slots):
+            ranges.append((ReserveOutcome.RESERVED, len(self.slots)))
+        if self.declined_count:
+            ranges.append((ReserveOutcome.DECLINED, self.declined_count))
+        return tuple(ranges)
+
+
+def _leading_known(rows: Rows) -> int:
+    unknown = np.flatnonzero(rows == NO_ROW)
+    return int(unknown[0]) if len(unknown) else len(rows)
+
+
+def _refuse_repeats(hashes: Hashes) -> None:
+    """Within one run every block has a hash of its own."""
+    if (
+        len(hashes) > 1
+        and len(np.unique(hashes[:, 0])) < len(hashes)
+        and len(np.unique(hashes, axis=0)) < len(hashes)
+    ):
+        raise InvalidRequest(
+            "DUPLICATE_HASH",
+            "two blocks of the run have the same prefix hash; a chained hash never repeats: hash the "
+            "parent in",
+            field="block_hashes",
+        )
+
+
+def _chain_mismatch() -> InvalidRequest:
+    return InvalidRequest(
+        "CHAIN_MISMATCH",
+        "a block of the run is kept below another parent; a prefix hash must cover all tokens before it: "
+        "send the run in order, with the hash of the block before it as parent_hash",
+        field="block_hashes",
+    )
+
+
+def _check_order(lease: WriteLease, committed_before: int, count: int) -> None:
+    if committed_before != lease.committed_count:
+        raise StateConflict(
+            "COMMIT_OUT_OF_ORDER",
+            f"committed_before_count is {committed_before}, but {lease.committed_count} blocks of this "
+            "lease are committed; an earlier Commit was repeated or lost: continue from there",
+            field="committed_before_count",
+            value=committed_before,
+            expected=lease.committed_count,
+        )
+    if count > len(lease.slots) - lease.committed_count:
+        raise InvalidRequest(
+            "TOO_MANY_CHECKSUMS",
+            f"{count} checksums, but {len(lease.slots) - lease.committed_count} reserved blocks are "
+            "left to commit",
+            field="checksums",
+            value=count,
+            limit=len(lease.slots) - lease.committed_count,
+        )

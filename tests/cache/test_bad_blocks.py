@@ -1,0 +1,81 @@
+"""Law 1: wrong bytes are a miss, always."""
+
+from __future__ import annotations
+
+from prefixd_server.base.types import BadBlock, LeaseRelease
+
+from tests.cache.conftest import MakeEngine
+from tests.support.engine import Engine, slot_counts
+from tests.support.node import Node, chain
+
+
+def scribble(node: Node, engine: Engine, hashes: list[bytes], index: int) -> None:
+    answer = engine.acquire(hashes)
+    assert answer.lease is not None
+    (part,) = answer.shard_extents
+    for extent in part.extents:
+        if extent.first_block <= index < extent.first_block + extent.block_count:
+            node.view(extent, index - extent.first_block, 8)[:] = b"scribble"
+    report(node, engine, answer.lease.token)
+
+
+def report(node: Node, engine: Engine, token: bytes, *indexes: int) -> int:
+    entry = LeaseRelease(token, (), tuple(BadBlock(0, 0, index) for index in indexes))
+    return node.run(node.cache.release(engine.tenant, engine.session.session_id, [entry]))[1]
+
+
+def test_a_bad_block_that_is_reported_is_forgotten_with_what_hangs_below(
+    engine: MakeEngine, node: Node
+) -> None:
+    one = engine()
+    hashes = one.put(*"abcd")
+    scribble(node, one, hashes, 1)
+    answer = one.acquire(hashes)
+    assert answer.lease is not None
+    assert report(node, one, answer.lease.token, 1) == 1
+    assert one.hits(hashes) == 1
+    assert node.cache.stats("red").counters.bad == 1
+
+
+def test_the_bad_slot_is_held_while_a_process_that_mapped_it_lives(engine: MakeEngine, node: Node) -> None:
+    one, two = engine(), engine(instance="two")
+    hashes = one.put(*"ab")
+    scribble(node, one, hashes, 1)
+    answer = one.acquire(hashes)
+    assert answer.lease is not None
+    report(node, one, answer.lease.token, 1)
+    assert slot_counts(node)[3] == 1
+    one.dies()
+    assert slot_counts(node)[3] == 1
+    two.dies()
+    assert slot_counts(node)[3] == 0
+
+
+def test_a_good_block_that_is_reported_stays(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    answer = one.acquire(hashes)
+    assert answer.lease is not None
+    assert report(node, one, answer.lease.token, 0, 1) == 0
+    assert one.hits(hashes) == 2
+    assert node.cache.stats("red").counters.bad == 0
+
+
+def test_a_report_about_blocks_outside_the_lease_does_nothing(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    answer = one.acquire(hashes)
+    assert answer.lease is not None
+    assert report(node, one, answer.lease.token, 2, 16_000) == 0
+
+
+def test_a_forgotten_block_can_be_put_again(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    scribble(node, one, hashes, 0)
+    answer = one.acquire(hashes)
+    assert answer.lease is not None
+    report(node, one, answer.lease.token, 0)
+    assert one.hits(hashes) == 0
+    one.put(*"ab")
+    assert one.hits(chain(*"ab")) == 2

@@ -1,0 +1,85 @@
+"""A full store makes room for another block size and another tenant."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefixd_server.base.types import LeaseRelease, Tier
+from prefixd_server.cache.sessions import SegmentsRetiredNotice
+
+from tests.cache.conftest import MakeEngine
+from tests.support.engine import Engine
+from tests.support.node import Node, block_data, chain, checksum, read_blocks
+from tests.support.specs import spec
+
+
+def fill(engine: Engine, run_length: int = 4) -> list[list[bytes]]:
+    """Puts runs until the first eviction; their hashes, oldest first."""
+    runs = []
+    while engine.node.cache.stats(engine.tenant).counters.evicted == 0:
+        runs.append(engine.put("fill", len(runs), *range(run_length)))
+        engine.node.clock.advance(0.01)
+    return runs
+
+
+def admitted(node: Node, engine: Engine, hashes: list[bytes]) -> bool:
+    """Whether a run is admitted after the background work that its first try has started."""
+    if engine.reserve(hashes).lease is not None:
+        return True
+    node.run(asyncio.sleep(0))
+    return engine.reserve(hashes).lease is not None
+
+
+def test_a_second_block_size_is_admitted_into_a_full_store(engine: MakeEngine, node: Node) -> None:
+    fill(engine())
+    assert admitted(node, engine(what=spec("large", block_bytes=1 << 20)), chain("big"))
+
+
+def test_a_second_tenant_is_admitted_into_a_full_store_with_fresh_memory(
+    engine: MakeEngine, node: Node
+) -> None:
+    red = engine()
+    fill(red)
+    before = set(node.cache.room.segment_ids)
+    blue = engine(tenant="blue")
+    assert admitted(node, blue, chain("mine"))
+    renewed = [s for s in node.cache.room.segment_ids if s not in before]
+    assert len(renewed) == 1
+    notice = red.session.outbox.get_nowait()
+    assert isinstance(notice, SegmentsRetiredNotice)
+    assert len(notice.segment_ids) == 1
+    (extent,) = blue.reserve(chain("other")).extents
+    assert extent.segment_id == renewed[0]
+    assert bytes(node.view(extent, 0, 65_536)) == bytes(65_536), "another tenant's bytes are readable"
+
+
+def test_what_is_used_most_survives_the_emptying(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    runs = fill(one)
+    loved = runs[-8:]
+    for hashes in loved:
+        answer = one.acquire(hashes)
+        assert answer.lease is not None
+        node.run(node.cache.release("red", one.session.session_id, [release_of(answer.lease.token)]))
+    assert admitted(node, engine(what=spec("large", block_bytes=1 << 20)), chain("big"))
+    assert [one.hits(hashes) for hashes in loved] == [len(hashes) for hashes in loved]
+
+
+def test_moved_blocks_keep_their_bytes(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    runs = fill(one)
+    assert admitted(node, engine(what=spec("large", block_bytes=1 << 20)), chain("big"))
+    kept = 0
+    for hashes in runs:
+        answer = one.acquire(hashes)
+        for part in answer.shard_extents:
+            for key, (data, given) in zip(hashes, read_blocks(node, part.extents, 65_536), strict=False):
+                assert data == block_data(key, 0, 65_536)
+                assert checksum(data) == given
+                kept += 1
+    assert kept > 0
+    assert node.cache.state.catalog.slots[Tier.DRAM].check() == []
+
+
+def release_of(token: bytes) -> LeaseRelease:
+    return LeaseRelease(token)
