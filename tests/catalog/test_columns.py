@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from random import Random
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from prefixd_server.base.errors import LimitReached
 from prefixd_server.base.types import Tier
 from prefixd_server.catalog.columns import TOUCH_BYTES, BlockColumns, Columns
+from prefixd_server.catalog.reserved import release, reserve
 
 
 def make(row_count_max: int = 100) -> Columns:
@@ -84,3 +86,14 @@ def test_a_row_is_never_handed_out_twice(steps: list[tuple[bool, int, Random]]) 
             held |= set(rows)
         assert columns.count == len(held)
         assert set(columns.rows_in_use().tolist()) == held
+
+
+def test_released_memory_reads_as_zero_and_its_neighbours_stay() -> None:
+    array = reserve(np.uint32, 10_000)
+    array[:] = 1
+    release(array, 1000, 5000)
+    page = mmap.PAGESIZE // 4
+    first, last = -(-1000 // page) * page, 6000 // page * page
+    assert not array[first:last].any()
+    assert array[:first].all()
+    assert array[last:].all()

@@ -50,8 +50,9 @@ class Columns:
         self.row_count_max = row_count_max
         self.count = 0
         """Rows in use."""
+        self.high_water = 0
+        """Most rows ever in use at once; rows at and above it were never touched."""
         self._row_bytes: list[int] = []
-        self._high_water = 0
         self._freed: NDArray[np.uint32] = reserve(np.uint32, row_count_max)
         self._freed_view = self._freed.data
         self._freed_count = 0
@@ -76,9 +77,9 @@ class Columns:
             rows[:again] = self._freed[self._freed_count : self._freed_count + again]
             rows[:again].sort()
         if again < count:
-            first = self._high_water
-            self._high_water += count - again
-            rows[again:] = np.arange(first, self._high_water, dtype=np.int32)
+            first = self.high_water
+            self.high_water += count - again
+            rows[again:] = np.arange(first, self.high_water, dtype=np.int32)
         return rows
 
     def allocate_one(self) -> int:
@@ -88,8 +89,8 @@ class Columns:
         if self._freed_count:
             self._freed_count -= 1
             return self._freed_view[self._freed_count]
-        self._high_water += 1
-        return self._high_water - 1
+        self.high_water += 1
+        return self.high_water - 1
 
     def free(self, rows: Rows) -> None:
         """Takes back distinct rows in use."""
@@ -109,14 +110,14 @@ class Columns:
 
     def rows_in_use(self) -> Rows:
         """All rows in use, ascending. A whole pass; for checks."""
-        free = np.zeros(self._high_water, dtype=np.bool_)
+        free = np.zeros(self.high_water, dtype=np.bool_)
         free[self._freed[: self._freed_count]] = True
         return np.flatnonzero(~free).astype(np.int32)
 
     @property
     def touched_bytes(self) -> int:
         """Memory in use: the most rows ever in use, per column in pieces of TOUCH_BYTES."""
-        touched = [self._high_water * size for size in self._row_bytes]
+        touched = [self.high_water * size for size in self._row_bytes]
         touched.append(self._freed_high_water * 4)
         return sum(-(-size // TOUCH_BYTES) * TOUCH_BYTES for size in touched)
 

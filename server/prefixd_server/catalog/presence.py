@@ -173,35 +173,33 @@ class Presence:
 
     # -- recency -------------------------------------------------------------------------------
 
-    def touch(self, path: Nodes) -> None:
+    def touch(self, path: list[int]) -> None:
         """Moves nodes to the new end, the first of `path` last.
 
         Args:
             path: nodes of one pool from the root down; those without copies are passed over.
         """
-        line = path[::-1]
-        held = self.copies.take(line) > 0
-        if not held.all():
-            line = line[held]
-            if len(line) == 0:
-                return
-        older, newer = self.older_view, self.newer_view
-        first, last = int(line[0]), int(line[-1])
-        anchor = self._pool_of_space[self._space[last]]
-        if len(line) > 1:
-            joints = np.flatnonzero(self.newer.take(line[:-1]) != line[1:])
-            for joint in joints[::-1].tolist():
-                piece_first = int(line[joint + 1])
-                if newer[last] != anchor:
-                    self._move(piece_first, last, anchor)
-                anchor, last = piece_first, int(line[joint])
-        if newer[last] != anchor:
+        copies, newer = self.copies_view, self.newer_view
+        anchor = self._pool_of_space[self._space[path[0]]]
+        # Nodes that lie together already, as the last use of the path has left them, move in one piece.
+        first = last = NO_NODE
+        for node in path:
+            if not copies[node]:
+                continue
+            if newer[node] != first:
+                if last != NO_NODE:
+                    self._move(first, last, anchor)
+                    anchor = first
+                last = node
+            first = node
+        if last != NO_NODE:
             self._move(first, last, anchor)
-        assert older[anchor] == last
 
     def _move(self, first: int, last: int, anchor: int) -> None:
         """Moves the piece of the list from first (oldest) to last right before anchor."""
         older, newer = self.older_view, self.newer_view
+        if newer[last] == anchor:
+            return
         before, after = older[first], newer[last]
         newer[before] = after
         older[after] = before

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -40,3 +40,20 @@ def reserve(dtype: DTypeLike, shape: int | tuple[int, ...], *, huge_pages: bool 
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
+
+
+def release(array: NDArray[Any], first: int, count: int) -> None:
+    """Gives the memory of whole pages among `count` elements back to the system; they read as zero then.
+
+    Piece by piece, since giving a large array back at once takes milliseconds.
+
+    Args:
+        array: as reserve() made it, one-dimensional.
+    """
+    holder: Any = array
+    while not isinstance(holder, memoryview):
+        holder = holder.base
+    start = -(-first * array.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (first + count) * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        cast("mmap.mmap", holder.obj).madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -19,7 +19,6 @@ from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
 from prefixd_server.base.views import Evictable, Nodes
 from prefixd_server.catalog.columns import TOUCH_BYTES, BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NODES_WITHOUT_BLOCKS_MAX, NodeColumns
-from prefixd_server.catalog.presence import Presence
 from prefixd_server.catalog.tree_audit import audit_tree
 from prefixd_server.catalog.tree_view import PoolView
 from prefixd_server.catalog.walks import TreeWalks
@@ -36,7 +35,6 @@ class PrefixTree(TreeWalks):
 
     def __init__(self, columns: BlockColumns, node_count_max: int) -> None:
         super().__init__(columns, NodeColumns(node_count_max + NODES_WITHOUT_BLOCKS_MAX))
-        self.tiers = {tier: Presence(tier, self.nodes) for tier in Tier}
         self.last_use: NDArray[np.float64] = self.nodes.last_use
         self.use_count: NDArray[np.uint32] = self.nodes.use_count
         self.attention: NDArray[np.float32] = self.nodes.attention
@@ -111,11 +109,12 @@ class PrefixTree(TreeWalks):
             depth = blocks.mv.depth[parent_row] + 1
             blocks.mv.children[parent_row] += 1
             if self.nodes.mv.last_use[anchor] < now:
-                self._refresh(anchor, now)
-        blocks.parent[rows[1:]] = rows[:-1]
+                self._make_recent(self._path_of(anchor), now)
+        at = rows.astype(np.intp)
+        blocks.parent[at[1:]] = rows[:-1]
         blocks.mv.parent[int(rows[0])] = parent_row
-        blocks.depth[rows] = np.arange(depth, depth + len(rows), dtype=np.uint32)
-        blocks.children[rows] = 1
+        blocks.depth[at] = np.arange(depth, depth + len(rows), dtype=np.uint32)
+        blocks.children[at] = 1
         blocks.mv.children[int(rows[-1])] = 0
         self._block_counts[space] += len(rows)
         placed = self._append(anchor, rows)
@@ -234,30 +233,30 @@ class PrefixTree(TreeWalks):
         node = blocks.mv.node[last]
         if self.nodes.mv.tail[node] != last:
             self._split(node, last)
-        nodes = blocks.node.take(rows)
-        first_of_node = np.empty(len(nodes), dtype=np.bool_)
-        first_of_node[0] = True
-        np.not_equal(nodes[1:], nodes[:-1], out=first_of_node[1:])
-        return nodes[first_of_node]
+            node = blocks.mv.node[last]
+        return np.array(self._path_of(node), dtype=np.int32)
+
+    def _path_of(self, node: int) -> list[int]:
+        """The node and its ancestors that have blocks, from the root down."""
+        length, parent = self.nodes.mv.length, self.nodes.mv.parent
+        upward = []
+        while length[node]:
+            upward.append(node)
+            node = parent[node]
+        upward.reverse()
+        return upward
 
     def use(self, path: Nodes, now: float) -> None:
         """Counts one use of each node of a path, and makes them the most recent: the root the very last."""
-        self.nodes.last_use[path] = now
-        self.nodes.use_count[path] += 1
-        self.nodes.reused[path] = 1
-        for presence in self.tiers.values():
-            if presence.used:
-                presence.touch(path)
+        at = path.astype(np.intp)
+        self.nodes.use_count[at] += 1
+        self.nodes.reused[at] = 1
+        self._make_recent(path.tolist(), now)
 
-    def _refresh(self, node: int, now: float) -> None:
-        """Makes the node and its ancestors the most recent."""
-        mv = self.nodes.mv
-        upward = []
-        while mv.length[node]:
-            upward.append(node)
-            node = mv.parent[node]
-        path = np.array(upward[::-1], dtype=np.int32)
-        self.nodes.last_use[path] = now
+    def _make_recent(self, path: list[int], now: float) -> None:
+        last_use = self.nodes.mv.last_use
+        for node in path:
+            last_use[node] = now
         for presence in self.tiers.values():
             if presence.used:
                 presence.touch(path)
@@ -283,31 +282,44 @@ class PrefixTree(TreeWalks):
         if len(rows) == 0:
             return []
         nodes = self.columns.node.take(rows)
-        first = np.flatnonzero(nodes[1:] != nodes[:-1]) + 1
+        first = (nodes[1:] != nodes[:-1]).nonzero()[0]
         if len(first) == 0:
             return [(int(nodes[0]), len(rows))]
-        starts = [0, *first.tolist()]
+        starts = [0, *(first + 1).tolist()]
         ends = [*starts[1:], len(rows)]
         return [(int(nodes[start]), end - start) for start, end in zip(starts, ends, strict=True)]
 
     # -- removal -------------------------------------------------------------------------------
 
     def remove(self, rows: Rows) -> None:
-        """Forgets distinct blocks without copies, of which no descendant stays. The caller frees the rows."""
-        if len(rows) == 0:
-            return
-        nodes = self.columns.node.take(rows)
-        depths = self.columns.depth.take(rows)
-        if (nodes == nodes[0]).all():
-            self._shorten(int(nodes[0]), int(rows[depths.argmin()]), len(rows))
-            return
-        order = np.lexsort((depths, nodes))
-        rows, nodes, depths = rows[order], nodes[order], depths[order]
-        starts = np.flatnonzero(np.concatenate([[True], nodes[1:] != nodes[:-1]]))
-        counts = np.diff(np.append(starts, len(rows)))
+        """Forgets distinct blocks without copies, of which no descendant stays. The caller frees the rows.
+
+        Cheapest where each node's rows come together, upward or downward.
+        """
+        parts = self._parts(rows)
+        if parts is None:
+            order = np.lexsort((self.columns.depth[rows], self.columns.node[rows]))
+            parts = self._parts(rows[order])
+            assert parts is not None, "removed blocks are the deepest of their nodes"
         # Deepest nodes first, so that a node has lost its children before it goes.
-        for i in np.argsort(depths[starts])[::-1].tolist():
-            self._shorten(int(nodes[starts[i]]), int(rows[starts[i]]), int(counts[i]))
+        parts.sort(reverse=True)
+        for _, node, top, count in parts:
+            self._shorten(node, top, count)
+
+    def _parts(self, rows: Rows) -> list[tuple[int, int, int, int]] | None:
+        """(depth of the highest row, node, that row, row count) of each node; None when rows are mixed up."""
+        depth = self.columns.mv.depth
+        parts = []
+        start = 0
+        for node, count in self._counted(rows):
+            first, last = int(rows[start]), int(rows[start + count - 1])
+            if depth[first] > depth[last]:
+                first, last = last, first
+            if depth[last] - depth[first] + 1 != count:
+                return None
+            parts.append((depth[first], node, first, count))
+            start += count
+        return parts if len({node for _, node, _, _ in parts}) == len(parts) else None
 
     def _shorten(self, node: int, top: int, count: int) -> None:
         """Takes the `count` deepest rows off a node, of which `top` is the highest."""
@@ -318,7 +330,7 @@ class PrefixTree(TreeWalks):
         if above != NO_ROW:
             blocks.children[above] -= 1
         left = mv.length[node] - count
-        assert blocks.depth[mv.tail[node]] - blocks.depth[top] + 1 == count, "removal begins at the tail"
+        assert blocks.depth[mv.tail[node]] == blocks.depth[top] + count - 1, "removal begins at the tail"
         if left:
             mv.length[node] = left
             mv.tail[node] = above

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
 from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NodeColumns
+from prefixd_server.catalog.presence import Presence
 
 _SCALAR_WALK_MAX = 12
 _TAIL_PIECE_MIN = 64
@@ -27,6 +28,7 @@ class TreeWalks:
     def __init__(self, columns: BlockColumns, nodes: NodeColumns) -> None:
         self.columns = columns
         self.nodes = nodes
+        self.tiers = {tier: Presence(tier, nodes) for tier in Tier}
 
     # -- along one node ------------------------------------------------------------------------
 
@@ -56,8 +58,10 @@ class TreeWalks:
 
     def tail_rows(self, tier: Tier, node: int, limit: int) -> Rows:
         """Up to `limit` rows of the node that have a copy in `tier`, deepest first."""
-        slots = self.columns.slot[tier]
         left, row = self.nodes.mv.length[node], self.nodes.mv.tail[node]
+        if left and limit > 0 and self.tiers[tier].copies_view[node] == left:
+            return self.upward(row, min(left, limit))
+        slots = self.columns.slot[tier]
         found: list[Rows] = []
         wanted = limit
         while left and wanted > 0:
