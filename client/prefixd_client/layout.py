@@ -8,14 +8,13 @@ memory alive and unchanged for as long as the call that got it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from .errors import InvalidArgument
 
 
-@runtime_checkable
 class CpuTensor(Protocol):
     """The part of a torch tensor that the client needs."""
 
@@ -97,17 +96,24 @@ def _piece(piece: Any, writable: bool) -> tuple[int, int]:
         if address <= 0 or nbytes <= 0:
             raise InvalidArgument("block", piece, "address and size must be above 0", _REMEDY)
         return address, nbytes
-    if isinstance(piece, CpuTensor):
-        device = getattr(piece, "device", None)
-        if not piece.is_contiguous() or getattr(device, "type", "cpu") != "cpu":
-            raise InvalidArgument(
-                "block", f"tensor on {device}", "must be contiguous and on the CPU", _REMEDY
-            )
-        return piece.data_ptr(), piece.nbytes
-    try:
-        array = np.frombuffer(piece, dtype=np.uint8)
-    except (TypeError, ValueError, BufferError) as error:
-        raise InvalidArgument("block", type(piece).__name__, str(error), _REMEDY) from error
-    if writable and not array.flags.writeable:
+    if not isinstance(piece, np.ndarray):
+        if hasattr(piece, "data_ptr"):
+            return _tensor(piece)
+        try:
+            piece = np.frombuffer(piece, dtype=np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidArgument("block", type(piece).__name__, str(error), _REMEDY) from error
+    if not piece.flags.c_contiguous:
+        raise InvalidArgument("block", type(piece).__name__, "must be contiguous", _REMEDY)
+    if writable and not piece.flags.writeable:
         raise InvalidArgument("block", type(piece).__name__, "must be writable to load into", _REMEDY)
-    return array.ctypes.data, array.nbytes
+    # Half the cost of array.ctypes.data.
+    return piece.__array_interface__["data"][0], piece.nbytes
+
+
+def _tensor(tensor: CpuTensor) -> tuple[int, int]:
+    """Address and size of a tensor."""
+    device = getattr(tensor, "device", None)
+    if not tensor.is_contiguous() or getattr(device, "type", "cpu") != "cpu":
+        raise InvalidArgument("block", f"tensor on {device}", "must be contiguous and on the CPU", _REMEDY)
+    return tensor.data_ptr(), tensor.nbytes
