@@ -1,4 +1,4 @@
-"""The daemon dies, hangs and comes back in the middle of everything: replies stay right, and the engine runs."""
+"""The daemon dies, hangs and comes back in the middle of everything: replies stay right, engines run on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def wait_attached(engine: Harness) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_without_a_daemon_computes_and_attaches_when_one_comes(own_daemon, engine_of, ranks) -> None:
+def test_an_engine_without_a_daemon_computes_and_attaches_when_one_comes(
+    own_daemon, engine_of, ranks
+) -> None:
     own_daemon.kill()
     prompt = tokens(300)
     with engine_of(own_daemon, ranks=ranks, **SHORT) as engine:

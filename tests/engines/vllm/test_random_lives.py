@@ -75,4 +75,9 @@ def _damage(engine: Harness, hashes: list[bytes], rng: random.Random) -> None:
     assert spec is not None
     found = engine.connector._namespaces.open(spec).lookup(hashes).hit_count
     if found:
-        scribble(engine.connector._client._control.target.removeprefix("unix:"), spec, hashes, [rng.randrange(found)])
+        scribble(
+            engine.connector._client._control.target.removeprefix("unix:"),
+            spec,
+            hashes,
+            [rng.randrange(found)],
+        )

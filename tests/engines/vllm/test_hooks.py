@@ -1,0 +1,331 @@
+"""The scheduler's hooks: they never wait, may be called again, and give back what nobody needs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefixd_client.connectors.vllm.metadata import StepOutcomes
+from prefixd_client.connectors.vllm.scheduler import SchedulerSide
+from prefixd_client.connectors.vllm.settings import Settings
+from prefixd_client.connectors.vllm.tracked import Phase
+from prefixd_client.values import RequestPhase, RunHits, StopReason, Tier, UsageReport
+
+TOKENS = 16
+
+
+class FakeLease:
+    """A lease that counts how often it is given back."""
+
+    token = b"t" * 16
+
+    def __init__(self, hit_count: int) -> None:
+        self.run = RunHits(((Tier.DRAM, hit_count - 1), (Tier.NVME, 1)), 0, 0)
+        self.hit_count = hit_count
+        self.is_over = False
+        self.released = threading.Event()
+
+    def expired(self) -> bool:
+        return self.is_over
+
+    def release(self) -> None:
+        self.released.set()
+
+
+class Cache:
+    """The client, cranked by the test: answers come when `may_answer` is set."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.lease: FakeLease | None = FakeLease(10)
+        self.asked: list[tuple[int, int]] = []
+        self.reports: list[UsageReport] = []
+
+    def acquire(self, _spec: Any, hashes: Any, skip: int, _request_id: str) -> FakeLease | None:
+        assert self.may_answer.wait(10)
+        self.asked.append((len(hashes), skip))
+        return self.lease
+
+    def report(self, _spec: Any, report: UsageReport) -> None:
+        self.reports.append(report)
+
+
+def request(name: str = "r", tokens: int = 200, **fields: Any) -> Any:
+    """What the hooks read of vLLM's request."""
+    known = {
+        "request_id": name,
+        "num_tokens": tokens,
+        "num_prompt_tokens": tokens,
+        "num_output_tokens": 0,
+        "num_computed_tokens": 0,
+        "num_in_flight_tokens": 0,
+        "block_hashes": [bytes([index]) * 32 for index in range(tokens // TOKENS)],
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "get_finished_reason": lambda: "length",
+    }
+    return SimpleNamespace(**(known | fields))
+
+
+@pytest.fixture
+def cache() -> Cache:
+    """A cache that answers at once."""
+    return Cache()
+
+
+@pytest.fixture
+def side(cache: Cache) -> Iterator[SchedulerSide]:
+    """A scheduler's side with its namespace open."""
+    made = SchedulerSide(Settings(), TOKENS, 1, cache.acquire, cache.report, now=lambda: 0.0)
+    made.use_namespace("namespace")
+    yield made
+    cache.may_answer.set()
+    made.close()
+
+
+def answered(side: SchedulerSide, asked: Any, computed: int = 0) -> tuple[int | None, bool]:
+    """Asks as the scheduler does, step after step, until there is an answer."""
+    for _ in range(5000):
+        found = side.matched_tokens(asked, computed)
+        if found[0] is not None:
+            return found
+        threading.Event().wait(0.001)
+    raise AssertionError("no answer")
+
+
+def scheduled(*names: str, tables: Callable[[str], Any] = lambda _: [list(range(100))], **fields: Any) -> Any:
+    """A step's SchedulerOutput."""
+    known = {
+        "num_scheduled_tokens": dict.fromkeys(names, 1),
+        "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
+        "kv_connector_block_state": SimpleNamespace(get_block_ids=tables),
+    }
+    return SimpleNamespace(**(known | fields))
+
+
+def test_a_hook_answers_while_the_daemon_does_not(side, cache) -> None:
+    cache.may_answer.clear()
+    asked = request()
+    side.new_request(asked)
+    assert [side.matched_tokens(asked, 0) for _ in range(3)] == [(None, False)] * 3
+    side.build(scheduled())
+    side.outcomes(None, set())
+    cache.may_answer.set()
+    assert answered(side, asked) == (10 * TOKENS, True)
+    assert cache.asked == [(12, 0)]
+
+
+def test_asking_again_asks_the_daemon_once(side, cache) -> None:
+    asked = request()
+    assert answered(side, asked) == answered(side, asked) == (10 * TOKENS, True)
+    assert len(cache.asked) == 1
+
+
+def test_a_miss_is_not_asked_again_while_the_request_waits_for_blocks(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    assert [answered(side, asked) for _ in range(3)] == [(0, False)] * 3
+    assert len(cache.asked) == 1
+
+
+def test_an_allocation_that_is_told_twice_loads_once(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    side.allocated(asked, range(50), 0)
+    (load,) = side.build(scheduled()).loads
+    assert load.block_ids == tuple(range(10))
+    assert not cache.lease.released.is_set()
+
+
+def test_a_load_starts_behind_the_engines_own_blocks_as_they_are_now(side) -> None:
+    asked = request()
+    answered(side, asked, computed=2 * TOKENS)
+    assert answered(side, asked, computed=5 * TOKENS) == (5 * TOKENS, True)
+    side.allocated(asked, range(50), 5 * TOKENS)
+    (load,) = side.build(scheduled()).loads
+    assert (load.start, load.block_ids) == (3, (5, 6, 7, 8, 9))
+
+
+def test_an_engine_that_lost_blocks_since_is_asked_for_anew(side, cache) -> None:
+    asked = request()
+    answered(side, asked, computed=5 * TOKENS)
+    first = cache.lease
+    cache.lease = FakeLease(8)
+    assert answered(side, asked, computed=2 * TOKENS) == (6 * TOKENS, True)
+    assert first.released.is_set()
+    assert cache.asked == [(12, 5), (12, 2)]
+
+
+def test_an_expired_lease_is_asked_for_anew(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    cache.lease.is_over = True
+    cache.lease = FakeLease(4)
+    assert answered(side, asked) == (4 * TOKENS, True)
+
+
+def test_an_allocation_without_external_tokens_gives_the_lease_back(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    side.allocated(asked, range(50), 0)
+    assert cache.lease.released.is_set()
+    assert side.build(scheduled()).loads == []
+
+
+def test_an_abort_gives_back_the_lease_whether_it_has_come_or_not(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    assert side.finished(asked, []) is False
+    assert cache.lease.released.is_set()
+    cache.lease = FakeLease(3)
+    cache.may_answer.clear()
+    late = request("late")
+    side.matched_tokens(late, 0)
+    side.finished(late, [])
+    assert not cache.lease.released.is_set()
+    cache.may_answer.set()
+    assert cache.lease.released.wait(10)
+
+
+def test_a_load_that_ended_gives_the_lease_back(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    (load,) = side.build(scheduled()).loads
+    side.outcomes(StepOutcomes(loaded={load.job_id: (1, 10)}), set())
+    assert cache.lease.released.is_set()
+
+
+def test_a_request_whose_load_failed_is_computed_and_saved_from_its_root(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    (load,) = side.build(scheduled()).loads
+    side.outcomes(StepOutcomes(loaded={load.job_id: (1, 4)}), {4})
+    assert side.matched_tokens(asked, 0) == (0, False)
+    assert len(cache.asked) == 1
+    asked.num_computed_tokens = 200
+    (save,) = side.build(scheduled("r")).saves
+    assert len(save.hashes) == 12
+
+
+def test_only_whole_blocks_of_steps_that_are_over_are_saved(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    answered(side, asked)
+    asked.num_computed_tokens, asked.num_in_flight_tokens = 100, 60
+    (save,) = side.build(scheduled("r")).saves
+    assert save.hashes == tuple(asked.block_hashes[:2])
+    assert save.parent_hash == b""
+    asked.num_in_flight_tokens = 0
+    (save,) = side.build(scheduled("r")).saves
+    assert save.hashes == tuple(asked.block_hashes[2:6])
+    assert save.parent_hash == asked.block_hashes[1]
+    assert save.block_ids == (2, 3, 4, 5)
+
+
+def test_a_step_that_gives_away_blocks_being_saved_fences_their_save(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    answered(side, asked)
+    asked.num_computed_tokens = 64
+    (save,) = side.build(scheduled("r")).saves
+    new = SimpleNamespace(req_id="n", block_ids=([2, 77],), num_computed_tokens=0)
+    assert side.build(scheduled(scheduled_new_reqs=[new])).fences == {save.job_id}
+    shared = SimpleNamespace(req_id="n", block_ids=([2, 77],), num_computed_tokens=TOKENS)
+    assert side.build(scheduled(scheduled_new_reqs=[shared])).fences == frozenset()
+    side.outcomes(StepOutcomes(saved={save.job_id: (1, 4)}), set())
+    assert side.build(scheduled(scheduled_new_reqs=[new])).fences == frozenset()
+
+
+def test_a_finished_request_is_held_until_its_saves_are_over(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    answered(side, asked)
+    asked.num_computed_tokens = 200
+    assert side.finished(asked, list(range(13))) is True
+    jobs = side.build(scheduled())
+    assert jobs.held_requests == {"r"}
+    assert len(jobs.saves[0].hashes) == 12
+    assert side.build(scheduled()).held_requests == frozenset()
+
+
+def test_a_run_that_the_cache_did_not_keep_is_saved_once_more_at_the_end(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    answered(side, asked)
+    asked.num_computed_tokens = 96
+    (save,) = side.build(scheduled("r")).saves
+    side.outcomes(StepOutcomes(saved={save.job_id: (1, 0)}), set())
+    asked.num_computed_tokens = 128
+    (second,) = side.build(scheduled("r")).saves
+    assert len(second.hashes) == 2
+    side.finished(asked, list(range(8)))
+    (last,) = side.build(scheduled()).saves
+    assert len(last.hashes) == 8
+
+
+def test_hits_are_told_by_the_tier_that_holds_them(side) -> None:
+    asked = request()
+    answered(side, asked, computed=2 * TOKENS)
+    side.allocated(asked, range(50), 8 * TOKENS)
+    assert side.hit_sources(asked, 8 * TOKENS) == {Tier.DRAM: 7 * TOKENS, Tier.NVME: TOKENS}
+
+
+def test_a_request_that_asks_for_no_cache_gets_none(side, cache) -> None:
+    assert side.matched_tokens(request(skip_reading_prefix_cache=True), 0) == (0, False)
+    assert cache.asked == []
+
+
+def test_few_tokens_are_computed_rather_than_loaded(cache) -> None:
+    side = SchedulerSide(Settings(min_load_tokens=161), TOKENS, 1, cache.acquire, cache.report)
+    side.use_namespace("namespace")
+    assert answered(side, request()) == (0, False)
+    assert cache.lease.released.is_set()
+    side.close()
+
+
+def test_each_requests_life_is_reported_once(side, cache) -> None:
+    asked = request()
+    side.new_request(asked)
+    answered(side, asked)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    asked.num_computed_tokens = 10 * TOKENS
+    side.build(scheduled("r"))
+    asked.num_output_tokens = 3
+    side.build(scheduled("r"))
+    asked.num_output_tokens = 7
+    side.finished(asked, [])
+    queued, started, finished = cache.reports
+    assert (queued.phase, started.phase, finished.phase) == (
+        RequestPhase.QUEUED,
+        RequestPhase.STARTED,
+        RequestPhase.FINISHED,
+    )
+    assert list(queued.block_hashes) == asked.block_hashes
+    assert started.engine_hit_block_count == 0
+    assert (finished.output_token_count, finished.stop_reason) == (7, StopReason.LENGTH)
+    assert finished.prefill_token_count == 40
+    assert not started.block_hashes
+    assert not finished.block_hashes
+
+
+def test_a_preempted_request_asks_again(side, cache) -> None:
+    cache.lease = None
+    asked = request()
+    answered(side, asked)
+    asked.num_computed_tokens = 96
+    side.build(scheduled("r"))
+    asked.num_computed_tokens = 0
+    cache.lease = FakeLease(6)
+    assert answered(side, asked) == (6 * TOKENS, True)
+    assert side._tracked["r"].phase is Phase.FOUND
