@@ -121,6 +121,8 @@ def test_keys_that_all_mix_alike_are_still_told_apart(monkeypatch: pytest.Monkey
     table.insert(rows)
     assert table.find(0, hashes_of(range(600))).tolist() == rows.tolist() + [NO_ROW] * 100
     assert table.find(0, hashes_of([499])).tolist() == [499]
+    assert (table.find(1, hashes_of(range(500))) == NO_ROW).all()
+    assert table.find(1, hashes_of([499])).tolist() == [NO_ROW]
     table.remove(rows[::2])
     columns.free(rows[::2])
     assert table.find(0, hashes_of(range(500)))[1::2].tolist() == rows[1::2].tolist()

@@ -326,7 +326,7 @@ class KeyTable:
         self._moved_count = min(first + whole, old.entry_count_max)
         piece = old.entries[first : self._moved_count]
         rows = (piece[piece != 0] & old.row_mask).astype(np.int32) - np.int32(1)
-        piece[:] = 0
+        piece[:] = 0  # release() clears whole pages only, and a page may be larger than this piece
         release(old.entries, first, len(piece))
         if len(rows):
             self._table.insert(self._mixed.take(rows), rows)

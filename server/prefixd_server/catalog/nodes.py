@@ -77,7 +77,6 @@ class NodeViews:
         self.last_use = as_floats(nodes.last_use)
         self.use_count = nodes.use_count.data
         self.attention = as_floats(nodes.attention)
-        self.reused = nodes.reused.data
         self.history: list[Any] = [getattr(nodes, name).data for name in HISTORY]
 
 

@@ -126,7 +126,7 @@ class PrefixTree(TreeWalks):
         """Lengthens the node when the new blocks share its history; how many it took."""
         mv = self.nodes.mv
         length = mv.length[node]
-        alone = mv.child_count[node] == 0 and mv.use_count[node] <= 1 and not mv.reused[node]
+        alone = mv.child_count[node] == 0 and mv.use_count[node] <= 1
         if length == 0 or length >= NODE_LENGTH_MAX or not alone:
             return 0
         taken = rows[: NODE_LENGTH_MAX - length]
