@@ -18,16 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prefixd.v1 import admin_service_pb2, admin_service_pb2_grpc
-from prefixd_client import Client, ClientOptions, KvGroup, Namespace, NamespaceSpec
+from prefixd_client import Client, ClientOptions, KvGroup, Namespace, NamespaceSpec, ReadLease, WriteLease
 from prefixd_client.channel import open_channel, target_of
+from prefixd_client.values import Extent
 
 GET_LIMIT = 0.75
 PUT_LIMIT = 0.65
+_ADMIN: Any = admin_service_pb2_grpc.AdminServiceStub
 READY_TIMEOUT_S = 30.0
 OPTIONS = ClientOptions(lookup_timeout_s=5.0, write_timeout_s=5.0, open_wait_s=20.0)
 
@@ -60,7 +63,7 @@ class Bench:
         self.blocks = list(self.memory)
         self.addresses = [block.ctypes.data for block in self.blocks]
         self.kept = [os.urandom(32) for _ in self.blocks]
-        self._admin = admin_service_pb2_grpc.AdminServiceStub(open_channel(target_of(address), OPTIONS))
+        self._admin = _ADMIN(open_channel(target_of(address), OPTIONS))
         self.put(self.kept)
 
     def put(self, hashes: list[bytes]) -> None:
@@ -74,14 +77,14 @@ class Bench:
         with self.leased() as lease:
             assert lease.load(self.blocks) == len(self.blocks)
 
-    def leased(self):
+    def leased(self) -> ReadLease:
         """A read lease on the kept run."""
         lease = self.namespace.acquire(self.kept)
         assert lease is not None
         assert lease.hit_count == len(self.kept), "the bench's blocks must all be kept"
         return lease
 
-    def slots(self, lease, extents) -> list[int]:
+    def slots(self, lease: ReadLease | WriteLease, extents: Sequence[Extent]) -> list[int]:
         """Addresses of a lease's slots."""
         count = len(self.blocks)
         return list(lease._slots(extents, 0, count, self.block_bytes))
@@ -101,6 +104,7 @@ class Bench:
         taken["get"] = _timed(self.get)
         new = [os.urandom(32) for _ in self.blocks]
         write = self.namespace.reserve(new)
+        assert write is not None
         slots = self.slots(write, write._extents)
         taken["memcpy_in"] = _timed(lambda: _copy(slots, self.addresses, self.block_bytes))
         write.abort()
@@ -170,7 +174,8 @@ def main() -> None:
         for name in ("memcpy_out", "get", "memcpy_in", "put"):
             print(f"{name:11} {1e3 * result[name]:8.1f} ms {size / result[name] / 1e9:6.1f} GB/s")
         print(
-            f"get {result['get_ratio']:.2f} of memcpy (limit {GET_LIMIT}), put {result['put_ratio']:.2f} ({PUT_LIMIT})"
+            f"get {result['get_ratio']:.2f} of memcpy (limit {GET_LIMIT}), "
+            f"put {result['put_ratio']:.2f} (limit {PUT_LIMIT})"
         )
     sys.exit(result["get_ratio"] < GET_LIMIT or result["put_ratio"] < PUT_LIMIT)
 

@@ -19,7 +19,7 @@ from prefixd.v1 import cache_service_pb2_grpc
 
 from . import portable
 from .async_leases import AsyncReadLease, AsyncWriteLease
-from .calls import AnswerRejected, block_bytes_of, checked_hashes
+from .calls import AnswerRejected, block_bytes_of, checked_hashes, usage_message
 from .channel import channel_options
 from .client import start_control, stop_control
 from .control import Control, log
@@ -272,8 +272,7 @@ class AsyncNamespace:
     def report_usage(self, report: UsageReport) -> None:
         """See Namespace.report_usage; never waits."""
         self._control.check_usable()
-        checked_hashes(report.block_hashes, self.spec, "block_hashes")
-        self._control.outbox.report_usage(self.spec, report)
+        self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
         self._control.wake.set()
 
     async def _stream(self, session: Session, sent: Any, receive: Any) -> Any:

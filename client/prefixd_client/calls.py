@@ -91,9 +91,9 @@ def run_hits(answer: wire.LookupResponse | wire.AcquireResponse, asked: int, bey
 
 
 def extents_of(
-    messages: Iterable[types_pb2.Extent], block_bytes: int, *, with_checksums: bool
+    messages: Iterable[types_pb2.Extent], block_bytes: int, asked: int, *, with_checksums: bool
 ) -> tuple[Extent, ...]:
-    """Extents in run order. Raises AnswerRejected when they overlap, go backwards or lack checksums."""
+    """Extents in run order. Raises AnswerRejected: they overlap, go beyond the run, lack checksums."""
     extents: list[Extent] = []
     next_block = 0
     for message in messages:
@@ -109,9 +109,8 @@ def extents_of(
         )
         expected_checksums = extent.block_count if with_checksums else 0
         if (
-            extent.block_count < 1
-            or extent.stride_bytes < block_bytes
-            or extent.first_block < next_block
+            extent.stride_bytes < block_bytes
+            or not next_block <= extent.first_block < extent.end_block <= asked
             or len(extent.checksums) != expected_checksums
         ):
             raise AnswerRejected(f"extent that makes no sense: {extent}"[:300])
@@ -121,7 +120,7 @@ def extents_of(
 
 
 def read_extents(
-    answer: wire.AcquireResponse | wire.RedeemResponse, spec: NamespaceSpec
+    answer: wire.AcquireResponse | wire.RedeemResponse, spec: NamespaceSpec, asked: int
 ) -> dict[tuple[int, int], tuple[Extent, ...]]:
     """Extents by (shard, KV group); in each they are without gaps."""
     found = {}
@@ -131,7 +130,7 @@ def read_extents(
                 f"extents of shard {entry.shard}, KV group {entry.kv_group}, which do not exist"
             )
         block_bytes = spec.kv_groups[entry.kv_group].block_bytes
-        extents = extents_of(entry.extents, block_bytes, with_checksums=True)
+        extents = extents_of(entry.extents, block_bytes, asked, with_checksums=True)
         if any(after.first_block != before.end_block for before, after in pairwise(extents)):
             raise AnswerRejected("extents of a read lease leave blocks out")
         found[entry.shard, entry.kv_group] = extents
@@ -173,10 +172,17 @@ def committed_of(answer: wire.CommitResponse, sent: int) -> Committed:
 # -- requests -----------------------------------------------------------------------------------
 
 
-def usage_message(report: UsageReport, ref: types_pb2.NamespaceRef) -> wire.UsageReport:
-    """A usage report as the wire has it."""
+def usage_message(report: UsageReport, spec: NamespaceSpec) -> wire.UsageReport:
+    """A usage report as the wire has it, but for the namespace's ref. Raises InvalidArgument."""
+    checked_hashes(report.block_hashes, spec, "block_hashes")
+    try:
+        return _usage_message(report)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument("report", report, str(error), "see UsageReport") from error
+
+
+def _usage_message(report: UsageReport) -> wire.UsageReport:
     return wire.UsageReport(
-        namespace=ref,
         request_id=report.request_id,
         phase=wire_enum(report.phase),
         block_hashes=report.block_hashes,

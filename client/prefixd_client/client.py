@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import grpc
 
 from . import portable
-from .calls import AnswerRejected, block_bytes_of, checked_hashes
+from .calls import AnswerRejected, block_bytes_of, checked_hashes, usage_message
 from .channel import target_of
 from .control import Control, log
 from .errors import InvalidArgument
@@ -280,8 +280,7 @@ class Namespace:
     def report_usage(self, report: UsageReport) -> None:
         """Queues a report, to be sent in the background; beyond a bound the oldest are dropped."""
         self._control.check_usable()
-        checked_hashes(report.block_hashes, self.spec, "block_hashes")
-        self._control.outbox.report_usage(self.spec, report)
+        self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
         self._control.wake.set()
 
     def _stream(self, session: Session, stream: Any, receive: Any) -> Any:

@@ -169,7 +169,7 @@ class ReadHold(Lease):
             all_shards: ends the lease for every process, also shards that were not asked for here. A lease
                 acquired with no shards ends whole in any case.
         """
-        if not self.is_held:
+        if not self.is_held or self._control.is_closed:
             return
         self.is_held = False
         self._control.outbox.end_lease(self.session.boot_id, self._ending(all_shards))
@@ -283,7 +283,7 @@ class WriteHold(Lease):
 
     def abort(self) -> None:
         """Gives up what is not committed, off the caller's way; nobody may be copying. Again does nothing."""
-        if not self.is_held:
+        if not self.is_held or self._control.is_closed:
             return
         self.is_held = False
         self._control.outbox.end_lease(self.session.boot_id, Abort(self.token))

@@ -12,7 +12,6 @@ import grpc
 from prefixd.v1 import cache_service_pb2 as wire
 
 from .breaker import Backoff
-from .calls import usage_message
 from .control import RENEWED_LEASE_COUNT_MAX, Control, log
 from .failures import Verdict, failure_of
 from .session import Session, SessionFailed, open_session
@@ -24,8 +23,10 @@ USAGE_HASHES_MAX = 65_536
 """Hashes in one batch of reports: 2 MiB."""
 HEALTHY_S = 5.0
 """After so long without trouble the next trouble starts with short pauses again."""
-IDLE_S = 1.0
-"""Longest pause, where the daemon asks for no heartbeat sooner."""
+BEAT_PAUSE_MIN_S = 0.05
+"""Between two heartbeats, whatever the daemon asks for."""
+NAMESPACE_PAUSE_S = 1.0
+"""Between two attempts to open namespaces that the daemon has no room for."""
 
 
 class Keeper:
@@ -57,7 +58,11 @@ class Keeper:
     def _run(self) -> None:
         control = self._control
         while not self._stopping.is_set():
-            pause = self._step()
+            try:
+                pause = self._step()
+            except Exception:  # the thread's outermost seam: without it nothing would ever recover
+                log.exception("the client's background thread made a mistake")
+                pause = self._options.probe_pause_max_s
             control.attempted.set()
             control.wake.wait(max(0.0, pause))
             control.wake.clear()
@@ -130,7 +135,7 @@ class Keeper:
             if failure.verdict is Verdict.REFUSED:
                 control.refuse(spec, failure)
             else:
-                self._namespaces_at = control.now() + IDLE_S
+                self._namespaces_at = control.now() + NAMESPACE_PAUSE_S
                 control.follow(failure, session, spec)
                 return
 
@@ -148,7 +153,7 @@ class Keeper:
                 control.open_breaker(f"no answer to a heartbeat in {silent_s:.1f} s")
                 return options.answer_patience_s - silent_s
             return options.control_timeout_s - silent_s + 0.001
-        interval = session.opened.heartbeat_interval.ToNanoseconds() / 1e9 or IDLE_S
+        interval = max(BEAT_PAUSE_MIN_S, session.opened.heartbeat_interval.ToNanoseconds() / 1e9)
         is_probe = control.breaker.is_open and not session.is_draining
         due_at = min(self._probe_at, self._beaten_at + interval) if is_probe else self._beaten_at + interval
         if now < due_at:
@@ -192,9 +197,12 @@ class Keeper:
     def _send_usage(self, session: Session) -> bool:
         """One batch of reports; those of namespaces that are not open are dropped."""
         taken = self._control.outbox.take_usage(USAGE_BATCH_MAX, USAGE_HASHES_MAX)
-        reports = [
-            usage_message(report, session.refs[spec]) for spec, report in taken if spec in session.refs
-        ]
+        reports = []
+        for spec, report in taken:
+            ref = session.refs.get(spec)
+            if ref is not None:
+                report.namespace.CopyFrom(ref)
+                reports.append(report)
         if not reports:
             return True
         request = wire.ReportUsageRequest(session_id=session.session_id, reports=reports)

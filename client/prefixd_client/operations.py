@@ -151,7 +151,7 @@ class Operations:
             hits = calls.run_hits(answer, len(run), beyond)
             if session is None or not answer.HasField("lease"):
                 return None
-            extents = calls.read_extents(answer, self._spec)
+            extents = calls.read_extents(answer, self._spec, len(run))
             for shard in shards:
                 self._check_covered(extents, shard, skip_blocks, hits.hit_count)
             grant = calls.grant_of(answer.lease, session.boot_id, sent_at)
@@ -172,13 +172,14 @@ class Operations:
     def redeem(self, token: bytes, shard: int) -> Call[ReadGrant | None]:
         """See Namespace.redeem."""
         session, _ = self.session()
+        longest_run = session.opened.hash_count_max if session is not None else 0
         calls.block_bytes_of(self._spec, shard, 0)
         request = wire.RedeemRequest(
             session_id=b"" if session is None else session.session_id, token=token, shard=shard
         )
 
         def read(answer: wire.RedeemResponse, sent_at: float) -> ReadGrant | None:
-            extents = calls.read_extents(answer, self._spec)
+            extents = calls.read_extents(answer, self._spec, longest_run)
             mine = extents.get((shard, 0), ())
             if session is None or not mine:
                 return None
@@ -221,7 +222,7 @@ class Operations:
             if session is None:
                 return None
             outcomes = calls.outcomes_of(answer, len(run), beyond)
-            extents = calls.extents_of(answer.extents, block_bytes, with_checksums=False)
+            extents = calls.extents_of(answer.extents, block_bytes, len(run), with_checksums=False)
             reserved = [index for index, outcome in enumerate(outcomes) if outcome is ReserveOutcome.RESERVED]
             if reserved != [
                 index for extent in extents for index in range(extent.first_block, extent.end_block)

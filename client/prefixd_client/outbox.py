@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from prefixd.v1 import cache_service_pb2 as wire
 
 from .namespace import NamespaceSpec
-from .values import UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Outbox:
         self._lease_limit = lease_limit
         self._endings: deque[tuple[bytes, wire.LeaseRelease | Abort]] = deque()
         """(boot id, what ends)."""
-        self._usage: deque[tuple[NamespaceSpec, UsageReport]] = deque(maxlen=usage_limit)
+        self._usage: deque[tuple[NamespaceSpec, wire.UsageReport]] = deque(maxlen=usage_limit)
         self._abandoned: deque[tuple[bytes, wire.LeaseRelease | Abort]] = deque()
         """Of leases that were collected: filled without a lock, since a collection may run inside any."""
         self.dropped_count = 0
@@ -56,8 +55,8 @@ class Outbox:
                 self.dropped_count += 1
             self._endings.append((boot_id, ending))
 
-    def report_usage(self, spec: NamespaceSpec, report: UsageReport) -> None:
-        """Queues a usage report."""
+    def report_usage(self, spec: NamespaceSpec, report: wire.UsageReport) -> None:
+        """Queues a usage report; its namespace ref is filled in when it is sent."""
         with self._lock:
             if len(self._usage) == self._usage.maxlen:
                 self.dropped_count += 1
@@ -86,9 +85,9 @@ class Outbox:
             endings: list[wire.LeaseRelease | Abort] = [*aborts, *releases]
             self._endings.extendleft((boot_id, ending) for ending in reversed(endings))
 
-    def take_usage(self, limit: int, hash_limit: int) -> list[tuple[NamespaceSpec, UsageReport]]:
+    def take_usage(self, limit: int, hash_limit: int) -> list[tuple[NamespaceSpec, wire.UsageReport]]:
         """Up to `limit` reports, oldest first, that together carry few more than `hash_limit` hashes."""
-        taken: list[tuple[NamespaceSpec, UsageReport]] = []
+        taken: list[tuple[NamespaceSpec, wire.UsageReport]] = []
         hash_count = 0
         with self._lock:
             while self._usage and len(taken) < limit and hash_count < hash_limit:

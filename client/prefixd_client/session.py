@@ -187,7 +187,8 @@ class Session:
                 self._take(message)
         except grpc.RpcError as error:
             reason = str(failure_of(error))
-        self._end(reason)
+        finally:
+            self._end(reason)
 
     def _take(self, message: wire.OpenSessionResponse) -> None:
         kind = message.WhichOneof("message")

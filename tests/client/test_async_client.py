@@ -1,0 +1,117 @@
+"""The async client: the same answers on an event loop that is never held."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prefixd_client import AsyncClient, ClientClosed, InvalidArgument, RequestPhase, RunHits, UsageReport
+
+from tests.support.clients import PATIENT, data_of, empty, run_of, spec
+from tests.support.fake_daemon import fake_daemon
+
+RUN = run_of(3)
+MISS = RunHits((), 0, 3)
+
+
+async def stored(namespace, hashes) -> list[bytes]:
+    data = data_of(hashes)
+    lease = await namespace.reserve(hashes)
+    assert (await lease.store(data)).visible == len(hashes)
+    return data
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def test_what_is_stored_is_loaded(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        assert await namespace.lookup(RUN) == MISS
+        data = await stored(namespace, RUN)
+        targets = empty(3)
+        async with await namespace.acquire(RUN) as lease:
+            assert await lease.load(targets) == 3
+        assert [bytes(target) for target in targets] == data
+        namespace.report_usage(UsageReport(request_id="1", phase=RequestPhase.STARTED, block_hashes=RUN))
+    assert daemon.count("Release") == 1
+    assert daemon.count("ReportUsage") == 1
+
+
+async def test_an_event_loop_without_a_daemon_gets_misses(path) -> None:
+    async with AsyncClient(path) as client:
+        namespace = await client.namespace(spec())
+        assert await namespace.lookup(RUN) == MISS
+        assert await namespace.acquire(RUN) is None
+        assert await namespace.reserve(RUN) is None
+        assert await namespace.get(RUN) == []
+        assert (await namespace.put(zip(RUN, data_of(RUN), strict=True))).declined_count == 3
+
+
+async def test_the_first_timeout_fails_every_waiting_call_at_once(daemon) -> None:
+    async with AsyncClient(daemon.path, options=replace(PATIENT, lookup_timeout_s=0.2)) as client:
+        namespace = await client.namespace(spec())
+        daemon.mute_heartbeats.set()
+        held = [daemon.hold("Acquire"), daemon.hold("Lookup")]
+        patient = [asyncio.create_task(namespace.acquire(RUN, timeout_s=600.0)) for _ in range(4)]
+        await asyncio.to_thread(daemon.wait_asked, "Acquire", 4)
+        assert await namespace.lookup(RUN) == MISS
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*patient) == [None] * 4
+        for event in held:
+            event.set()
+
+
+async def test_a_cancelled_caller_is_cancelled_and_the_client_goes_on(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        held = daemon.hold("Lookup")
+        task = asyncio.create_task(namespace.lookup(RUN))
+        await asyncio.to_thread(daemon.wait_asked, "Lookup")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        held.set()
+        assert client.status().breaker_opened_count == 0
+        assert await namespace.lookup(RUN) == MISS
+
+
+async def test_a_cancelled_store_gives_its_blocks_up(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        held = daemon.hold("Commit")
+        lease = await namespace.reserve(RUN)
+        task = asyncio.create_task(lease.store(data_of(RUN)))
+        await asyncio.to_thread(daemon.wait_asked, "Commit")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        abort = await asyncio.to_thread(daemon.wait_asked, "Abort")
+        assert abort.token == lease.token
+        held.set()
+
+
+async def test_after_a_restart_it_works_again(path) -> None:
+    async with AsyncClient(path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        for _ in range(2):
+            with fake_daemon(path):
+                await until(lambda: client.status().state == "ready")
+                await stored(namespace, RUN)
+                assert (await namespace.lookup(RUN)).hit_count == 3
+            await until(lambda: client.status().state == "away")
+
+
+async def test_wrong_arguments_and_closed_clients_are_told(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        with pytest.raises(InvalidArgument):
+            await namespace.lookup([b"short"])
+        with pytest.raises(InvalidArgument):
+            await namespace.redeem(bytes(16), 1)
+    with pytest.raises(ClientClosed):
+        await namespace.lookup(RUN)
