@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import grpc
 import numpy as np
 import pytest
 from prefixd_client import InvalidArgument, ReserveOutcome
@@ -210,16 +211,10 @@ def test_a_lease_is_stored_in_parts_and_the_rest_is_given_up(daemon, namespace) 
 
 
 def test_a_commit_that_is_not_answered_counts_as_dropped(daemon, namespace) -> None:
-    daemon.answers["Commit"] = lambda _request, context: context.abort(_internal(), "lost")
+    daemon.answers["Commit"] = lambda _request, context: context.abort(grpc.StatusCode.INTERNAL, "lost")
     lease = namespace.reserve(RUN)
     assert lease.store(data_of(RUN)).dropped == 4
     assert daemon.wait_asked("Abort").token == lease.token
-
-
-def _internal():
-    import grpc  # noqa: PLC0415 - one test's code
-
-    return grpc.StatusCode.INTERNAL
 
 
 def test_blocks_of_several_pieces_are_one_block(namespace) -> None:

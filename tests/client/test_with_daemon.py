@@ -100,7 +100,8 @@ from prefixd_client import Client
 from tests.support.clients import PATIENT, empty, spec
 path, instance, token = sys.argv[1:]
 with Client(path, instance, options=PATIENT) as client:
-    with client.namespace(spec(shard_count=2, tensor_parallel_size=2)).redeem(bytes.fromhex(token), 1) as lease:
+    namespace = client.namespace(spec(shard_count=2, tensor_parallel_size=2))
+    with namespace.redeem(bytes.fromhex(token), 1) as lease:
         print(lease.load(empty(lease.block_count), shard=1))
 """
 
@@ -179,22 +180,25 @@ def test_a_killed_daemon_is_a_miss_and_its_successor_is_used_with_no_call() -> N
 
 def test_a_stopped_daemon_costs_one_deadline_and_goes_on_where_it_was() -> None:
     run = run_of(4)
-    with short_directory() as directory, DaemonProcess(directory / "p.sock") as process:
-        with Client(process.socket, options=PATIENT) as client:
-            namespace = client.namespace(spec())
-            data = stored(namespace, run)
-            held, boot_id = namespace.acquire(run), client.status().boot_id
-            process.signal(signal.SIGSTOP)
-            began = time.monotonic()
-            assert namespace.lookup(run, timeout_s=0.05).hit_count == 0
-            assert client.status().state == "away"
-            assert all(namespace.acquire(run) is None for _ in range(100))
-            assert time.monotonic() - began < PATIENT.lookup_timeout_s
-            assert held.load(empty(4)) == 4
-            process.signal(signal.SIGCONT)
-            until(lambda: is_ready(client))
-            assert client.status().boot_id == boot_id
-            assert loaded(namespace, run) == data
+    with (
+        short_directory() as directory,
+        DaemonProcess(directory / "p.sock") as process,
+        Client(process.socket, options=PATIENT) as client,
+    ):
+        namespace = client.namespace(spec())
+        data = stored(namespace, run)
+        held, boot_id = namespace.acquire(run), client.status().boot_id
+        process.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert namespace.lookup(run, timeout_s=0.05).hit_count == 0
+        assert client.status().state == "away"
+        assert all(namespace.acquire(run) is None for _ in range(100))
+        assert time.monotonic() - began < PATIENT.lookup_timeout_s
+        assert held.load(empty(4)) == 4
+        process.signal(signal.SIGCONT)
+        until(lambda: is_ready(client))
+        assert client.status().boot_id == boot_id
+        assert loaded(namespace, run) == data
 
 
 def free_port() -> int:
@@ -206,12 +210,14 @@ def free_port() -> int:
 
 def test_by_tcp_only_the_portable_path_works() -> None:
     run, port = run_of(3), free_port()
-    with short_directory() as directory:
-        with DaemonProcess(directory / "p.sock", "--listen", f"127.0.0.1:{port}"):
-            with Client(f"127.0.0.1:{port}", options=PATIENT) as client:
-                namespace = client.namespace(spec())
-                assert namespace.reserve(run) is None
-                assert namespace.put(zip(run, data_of(run), strict=True)).stored_count == 3
-                assert namespace.lookup(run).hit_count == 3
-                assert namespace.acquire(run) is None
-                assert namespace.get(run) == data_of(run)
+    with (
+        short_directory() as directory,
+        DaemonProcess(directory / "p.sock", "--listen", f"127.0.0.1:{port}"),
+        Client(f"127.0.0.1:{port}", options=PATIENT) as client,
+    ):
+        namespace = client.namespace(spec())
+        assert namespace.reserve(run) is None
+        assert namespace.put(zip(run, data_of(run), strict=True)).stored_count == 3
+        assert namespace.lookup(run).hit_count == 3
+        assert namespace.acquire(run) is None
+        assert namespace.get(run) == data_of(run)

@@ -33,7 +33,11 @@ WAIT_S = 20.0
 """For what a test waits for; a test that needs it has failed."""
 
 
-class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):  # type: ignore[misc]  # generated, untyped
+_add_to_server: Any = cache_service_pb2_grpc.add_CacheServiceServicer_to_server
+"""Generated without types."""
+
+
+class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
     """See the module.
 
     Attributes:
@@ -67,7 +71,7 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):  # type: ignore[m
         self._streams: list[Any] = []
         self._companion = _Companion(path.with_name(path.name + ".fd"), self._fd)
         self._server = grpc.server(futures.ThreadPoolExecutor(32), options=[("grpc.so_reuseport", 0)])
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self, self._server)
+        _add_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{path}")
         self._server.start()
 
