@@ -233,6 +233,19 @@ class EngineCommands:
             timed.append({"s": time.perf_counter() - began, "hits": hits})
         return timed
 
+    def time_through(self, name: str, run: str, count: int, misses: int) -> list[float]:
+        """Looks a kept run up until so many lookups in a row have missed: seconds of each of these."""
+        namespace, hashes = self._namespaces[name], run_hashes(run, count)
+        timed: list[float] = []
+        while len(timed) < misses:
+            began = time.perf_counter()
+            hits = namespace.lookup(hashes).hit_count
+            if hits:
+                timed.clear()
+            else:
+                timed.append(time.perf_counter() - began)
+        return timed
+
     def time_together(self, name: str, run: str, count: int, threads: int) -> list[dict[str, Any]]:
         """One acquire per thread at once, and a reserve, whose own deadline is ten times as long."""
         namespace, hashes = self._namespaces[name], run_hashes(run, count)
