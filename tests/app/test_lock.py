@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +43,21 @@ def test_a_second_holder_is_told_the_first_ones_pid(directory: Path) -> None:
     second.acquire()
     second.release()
     second.release()
+
+
+@pytest.mark.parametrize("before", ["", "dead", "9" * 30])
+def test_a_holder_that_has_not_written_its_pid_yet_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    path = directory / "LOCK"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    path.write_text(str(dead.pid) if before == "dead" else before)
+    with path.open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(time, "sleep", lambda _: path.write_text(f"{os.getpid()}\n"))
+        with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()};"):
+            Lock(path).acquire()
 
 
 def test_a_killed_holder_leaves_no_lock(directory: Path) -> None:

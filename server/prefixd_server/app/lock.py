@@ -10,11 +10,16 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 from prefixd_server.base.config import config_error
 from prefixd_server.base.errors import PrefixdError
 from prefixd_server.rpc.seat import companion_path, staging_directory
+
+HOLDER_WRITES_WITHIN_S = 0.5
+"""Between taking the lock and writing the pid lie microseconds, on a busy machine more."""
+HOLDER_POLL_S = 0.005
 
 
 class AlreadyRunning(PrefixdError):
@@ -42,7 +47,7 @@ class Lock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = _holder_of(fd)
             os.close(fd)
             raise AlreadyRunning(
                 "ALREADY_RUNNING",
@@ -60,6 +65,29 @@ class Lock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _holder_of(fd: int) -> str:
+    """The pid in a lock file that another holds; waits a moment for a holder that has just taken it.
+
+    Until that one has written, the file is empty or names a holder that is dead.
+    """
+    deadline = time.monotonic() + HOLDER_WRITES_WITHIN_S
+    while True:
+        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        if (text.isdecimal() and _is_alive(int(text))) or time.monotonic() > deadline:
+            return text or "unknown"
+        time.sleep(HOLDER_POLL_S)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def socket_lock(socket: Path) -> Lock:
