@@ -10,12 +10,13 @@ import asyncio
 import hashlib
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from prefixd_server.base.clock import ManualClock
-from prefixd_server.base.config import Config, DramConfig, LeaseConfig, TenantConfig
+from prefixd_server.base.config import Config, DramConfig, LeaseConfig, NvmeConfig, ServerConfig, TenantConfig
 from prefixd_server.base.types import Extent, Hashes, hashes_from_bytes
 from prefixd_server.cache.build import build_cache
 from prefixd_server.cache.cache import Cache
@@ -106,7 +107,7 @@ class Node:
 
     def close(self) -> None:
         """Gives everything back."""
-        self.run(self.cache.stop())
+        self.loop.run_until_complete(self.cache.stop())
         self.loop.close()
 
 
@@ -116,6 +117,8 @@ def start_node(
     leases: LeaseConfig | None = None,
     tenants: tuple[str, ...] = (),
     seed: int = 1,
+    nvme: NvmeConfig | None = None,
+    data_dir: Path | None = None,
 ) -> Node:
     """A running cache floor; close() it."""
     loop = asyncio.new_event_loop()
@@ -123,6 +126,8 @@ def start_node(
     config = Config(
         dram=DramConfig(size_bytes=dram_bytes, segment_bytes=segment_bytes, prefault=False),
         leases=leases or LeaseConfig(ttl_max_s=10.0),
+        nvme=nvme or NvmeConfig(),
+        server=ServerConfig(data_dir=data_dir),
         tenants=tuple(TenantConfig(name=name) for name in tenants),
     )
 

@@ -24,6 +24,7 @@ from prefixd_server.base.options import (
     number,
     option,
     path,
+    paths,
     seconds,
     size,
     text,
@@ -127,6 +128,35 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeConfig:
+    """The NVMe tier."""
+
+    size_bytes: int = option(
+        AUTO_BYTES,
+        size("32MiB", "1024TiB", auto=True, word="off"),
+        "Most disk space of the tier, index and preallocation included. Off: disk is the operator's to give.",
+    )
+    directories: tuple[Path, ...] = option(
+        (),
+        paths(),
+        "Where segment files lie, one directory a device; the index is in the first. Empty: data_dir/nvme.",
+    )
+    segment_bytes: int = option(
+        256 * MIB, size("2MiB", "16GiB"), "Bytes of one segment file: large enough for sequential writes."
+    )
+    write_budget_bytes: int = option(
+        AUTO_BYTES,
+        size("1MiB", "1024TiB", auto=True, word="none"),
+        "Most bytes written in 24 hours, so that a drive lives as long as it was bought for.",
+    )
+    retry_pause_s: float = option(
+        1.0,
+        seconds(0.05, 600),
+        "How long the tier stays paused after a disk or index fault before it is tried again.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:
     """Bounds on leases and sessions, each per tenant."""
 
@@ -214,6 +244,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     tenants: tuple[TenantConfig, ...] = ()
     dram: DramConfig = DramConfig()
+    nvme: NvmeConfig = NvmeConfig()
     leases: LeaseConfig = LeaseConfig()
     catalog: CatalogConfig = CatalogConfig()
     movers: MoverConfig = MoverConfig()
@@ -239,6 +270,15 @@ class Config:
     def segment_count(self) -> int:
         """DRAM segments that fit into the size."""
         return self.dram.size_bytes // self.segment_bytes
+
+    @property
+    def nvme_directories(self) -> tuple[Path, ...]:
+        """The NVMe tier's directories; none when it is off."""
+        if self.nvme.size_bytes == AUTO_BYTES:
+            return ()
+        if self.nvme.directories:
+            return self.nvme.directories
+        return () if self.server.data_dir is None else (self.server.data_dir / "nvme",)
 
     @property
     def all_tenants(self) -> tuple[TenantConfig, ...]:
@@ -270,6 +310,13 @@ class Config:
         segment = self.dram.segment_bytes
         if segment % SEGMENT_ALIGNMENT_BYTES:
             raise self.error("dram.segment", format_size(segment), "must be a multiple of 2MiB")
+        if self.nvme.segment_bytes % SEGMENT_ALIGNMENT_BYTES:
+            size_text = format_size(self.nvme.segment_bytes)
+            raise self.error("nvme.segment", size_text, "must be a multiple of 2MiB")
+        if self.nvme.size_bytes != AUTO_BYTES and not self.nvme_directories:
+            raise self.error(
+                "nvme.directories", "[]", "must be given, since there is no data_dir to put them in"
+            )
         if segment > self.dram.size_bytes:
             limit = f"must not exceed dram.size = {format_size(self.dram.size_bytes)}"
             raise self.error("dram.segment", format_size(segment), limit)

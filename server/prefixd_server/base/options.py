@@ -70,6 +70,20 @@ def path() -> Form:
     return Form(read, lambda value: _quoted(value or ""))
 
 
+def paths() -> Form:
+    """A list of file system paths; text separates them by commas."""
+    one = path()
+
+    def read(raw: object) -> tuple[Path, ...]:
+        if isinstance(raw, str):
+            raw = [item.strip() for item in raw.split(",") if item.strip()]
+        if isinstance(raw, (list, tuple)):
+            return tuple(found for item in raw if (found := one.read(item)) is not None)
+        raise ValueError("must be a list of paths")
+
+    return Form(read, lambda value: "[" + ", ".join(map(_quoted, value)) + "]")
+
+
 def address() -> Form:
     """HOST:PORT, IPv6 in brackets; empty means none."""
 
@@ -153,12 +167,12 @@ def seconds(minimum: float, maximum: float) -> Form:
     return number(minimum, maximum, "seconds")
 
 
-def size(minimum: str, maximum: str, *, auto: bool = False) -> Form:
-    """Bytes: a whole number, or text such as "512MiB"; "auto" (AUTO_BYTES) where allowed."""
-    limits = f"must be a size from {minimum} to {maximum}" + (' or "auto"' if auto else "")
+def size(minimum: str, maximum: str, *, auto: bool = False, word: str = "auto") -> Form:
+    """Bytes: a whole number, or text such as "512MiB"; where `auto` allows it, a word for 0."""
+    limits = f"must be a size from {minimum} to {maximum}" + (f' or "{word}"' if auto else "")
 
     def read(raw: object) -> int:
-        if auto and raw in {"auto", AUTO_BYTES}:
+        if auto and raw in {word, AUTO_BYTES}:
             return AUTO_BYTES
         if isinstance(raw, str):
             raw = parse_size(raw)
@@ -166,7 +180,7 @@ def size(minimum: str, maximum: str, *, auto: bool = False) -> Form:
             return int(raw)
         raise ValueError(limits)
 
-    return Form(read, lambda value: '"auto"' if auto and value == AUTO_BYTES else _quoted(format_size(value)))
+    return Form(read, lambda value: _quoted(word if auto and value == AUTO_BYTES else format_size(value)))
 
 
 def mode() -> Form:

@@ -22,6 +22,7 @@ from prefixd_server.base.types import (
 )
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Sessions
 from prefixd_server.cache.state import State
@@ -45,6 +46,7 @@ class Administration:
         endings: Endings,
         room: Room,
         epochs: Epochs,
+        nvme: NvmeTier | None,
         started_at: float,
     ) -> None:
         self._state = state
@@ -52,6 +54,7 @@ class Administration:
         self._endings = endings
         self._room = room
         self._epochs = epochs
+        self._nvme = nvme
         self._started_at = started_at
 
     # -- looking -------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ class Administration:
             sum_counters(list(state.counters.values())) if tenant is None else state.counters_of(tenant)
         )
         return Stats(
-            tiers=(self._dram_stats(tenant),),
+            tiers=self._tiers(tenant),
             counters=counters,
             lease_count=state.leases.live_count(tenant),
             session_count=len(self._sessions.open_of(tenant)),
@@ -157,11 +160,19 @@ class Administration:
         mine = self._state.catalog.namespaces.list(tenant)
         return sum(tree.block_count(space) for namespace in mine for space in namespace.spaces.values())
 
+    def _tiers(self, tenant: str | None) -> tuple[TierStats, ...]:
+        if self._nvme is None:
+            return (self._dram_stats(tenant),)
+        return (self._dram_stats(tenant), self._nvme.stats(self._pools(tenant)))
+
+    def _pools(self, tenant: str | None) -> list[int]:
+        names = self._state.catalog.namespaces
+        return list(range(names.pool_count)) if tenant is None else names.pools_of_tenant(tenant)
+
     def _dram_stats(self, tenant: str | None) -> TierStats:
         table = self._state.catalog.slots[Tier.DRAM]
         dram = self._state.dram
-        names = self._state.catalog.namespaces
-        pools = list(range(names.pool_count)) if tenant is None else names.pools_of_tenant(tenant)
+        pools = self._pools(tenant)
         counts = [table.counts(pool) for pool in pools]
         segments = sum(table.segment_count_of(pool) for pool in pools)
         return TierStats(

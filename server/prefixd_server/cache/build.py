@@ -8,28 +8,40 @@ import numpy as np
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import Config
+from prefixd_server.base.sizes import format_size
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.administration import Administration
+from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.cache import Cache
 from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.cache.storage import Storage
+from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.usage import Usage
 from prefixd_server.cache.verifying import Verifier
+from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.cache.writing import Writing
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.slots import SlotTable
+from prefixd_server.index.process import Index
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.movers import Movers
+from prefixd_server.media.nvme import NvmeMedium
+from prefixd_server.media.nvme_format import file_bytes
 from prefixd_server.policy.lru import LruPolicy
 
 BOOT_ID_BYTES = 16
+INDEX_SHARE = 1 / 32
+INDEX_BYTES_MIN = 16 << 20
+"""Disk space kept for the index, of the NVMe tier's size: the cap holds with it."""
 
 
 def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None = None) -> Cache:
@@ -45,8 +57,13 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     """
     dram = DramMedium.from_config(config)
     table = SlotTable(Tier.DRAM, config.segment_bytes, config.segment_count)
+    tables = {Tier.DRAM: table}
+    medium = _open_nvme(config)
+    if medium is not None:
+        tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
+    durable = frozenset({Tier.NVME}) & tables.keys()
     state = State(
-        catalog=Catalog({Tier.DRAM: table}, config.catalog.block_count_max, secrets.randbits(63)),
+        catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
         policy=LruPolicy(),
         dram=dram,
         movers=movers,
@@ -62,7 +79,14 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     quotas = {tenant.name: tenant.quota_bytes for tenant in config.all_tenants}
     room = Room(state, quotas)
     verifier = Verifier(state)
-    reading = Reading(state, sessions, endings, verifier)
+    bad_copies = BadCopies(state, sessions, endings)
+    nvme = transfers = None
+    if medium is not None:
+        index = Index(medium.index_directory, medium.store_uuid)
+        budget = WriteBudget(config.nvme.write_budget_bytes, clock)
+        nvme = NvmeTier(state, room, medium, index, budget, config.nvme.retry_pause_s)
+        transfers = Transfers(state, room, nvme, bad_copies)
+    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers)
     writing = Writing(state, sessions, endings, room)
     return Cache(
         state=state,
@@ -74,8 +98,23 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
         companions=Companions(sessions, room, dram),
         reading=reading,
         writing=writing,
-        portable=Portable(state, reading, writing, verifier),
+        portable=Portable(state, reading, writing, verifier, bad_copies),
         usage=Usage(state, sessions),
-        administration=Administration(state, sessions, endings, room, epochs, clock.now()),
+        administration=Administration(state, sessions, endings, room, epochs, nvme, clock.now()),
+        storage=None if nvme is None or transfers is None else Storage(state, nvme, transfers, epochs),
         namespace_count_max=config.catalog.namespace_count_max,
     )
+
+
+def _open_nvme(config: Config) -> NvmeMedium | None:
+    """The NVMe tier's files, within its size; None when the tier is off."""
+    directories = config.nvme_directories
+    if not directories:
+        return None
+    size, segment = config.nvme.size_bytes, config.nvme.segment_bytes
+    count = (size - max(INDEX_BYTES_MIN, int(size * INDEX_SHARE))) // file_bytes(segment)
+    if count < 1:
+        raise config.error("nvme.size", format_size(size), "leaves no room for one segment beside the index")
+    for directory in directories:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return NvmeMedium(directories, count, segment)

@@ -23,6 +23,7 @@ from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import DrainingNotice, Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.cache.storage import Storage
 from prefixd_server.cache.usage import Usage
 from prefixd_server.cache.writing import Writing
 
@@ -46,6 +47,7 @@ class Cache:
         portable: Portable,
         usage: Usage,
         administration: Administration,
+        storage: Storage | None,
         companions: Companions,
         namespace_count_max: int,
     ) -> None:
@@ -60,7 +62,9 @@ class Cache:
         self.companions = companions
         self.boot_id = state.boot_id
         self.limits = state.limits
+        self.storage = storage
         self.lookup = reading.lookup
+        self.wait_for = reading.wait_for
         self.acquire = reading.acquire
         self.redeem = reading.redeem
         self.release = reading.release
@@ -106,7 +110,9 @@ class Cache:
     def start(self) -> None:
         """Starts the background tasks on the running loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
+        if self.storage is not None:
+            self._tasks.append(loop.create_task(self.storage.run()))
+        self._tasks += [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
 
     async def stop(self) -> None:
         """Ends the background tasks, waits for the movers, gives the memory back."""
@@ -115,6 +121,8 @@ class Cache:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self.storage is not None:
+            await self.storage.close()
         await self.state.movers.drain()
         self.state.movers.close()
         self.state.dram.close()

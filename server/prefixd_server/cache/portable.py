@@ -21,6 +21,7 @@ from prefixd_server.base.types import (
     Slots,
     Tier,
 )
+from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.reading import Found, Reading
 from prefixd_server.cache.state import State
 from prefixd_server.cache.verifying import Verifier
@@ -128,14 +129,14 @@ class GetStream:
     def __init__(
         self,
         state: State,
-        reading: Reading,
+        bad_copies: BadCopies,
         verifier: Verifier,
         namespace: Namespace,
         kv_group: int,
         slots: Slots,
     ) -> None:
         self._state = state
-        self._reading = reading
+        self._bad_copies = bad_copies
         self._verifier = verifier
         self._namespace = namespace
         self._kv_group = kv_group
@@ -163,7 +164,7 @@ class GetStream:
                 return
             checksum = int(self._state.catalog.columns.checksum[row])
             if not await self._verifier.is_good(spec, self._kv_group, Tier.DRAM, slot):
-                self._reading.found_bad(self._namespace.tenant, Tier.DRAM, slot)
+                self._bad_copies.found(self._namespace.tenant, Tier.DRAM, slot)
                 return
             (extent,) = table.extents(self._slots[index : index + 1], None)
             segment = table.segment_of(slot)
@@ -180,7 +181,10 @@ class GetStream:
 class Portable:
     """Opens the streams."""
 
-    def __init__(self, state: State, reading: Reading, writing: Writing, verifier: Verifier) -> None:
+    def __init__(
+        self, state: State, reading: Reading, writing: Writing, verifier: Verifier, bad_copies: BadCopies
+    ) -> None:
+        self._bad_copies = bad_copies
         self._state = state
         self._reading = reading
         self._writing = writing
@@ -206,4 +210,4 @@ class Portable:
         if len(rows):
             self._reading.use(found)
         slots = self._state.catalog.columns.slot[Tier.DRAM][rows]
-        return GetStream(self._state, self._reading, self._verifier, namespace, kv_group, slots)
+        return GetStream(self._state, self._bad_copies, self._verifier, namespace, kv_group, slots)

@@ -7,6 +7,7 @@ lies. Acquire adds a lease and counts one use.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,16 +30,22 @@ from prefixd_server.base.types import (
     ShardExtents,
     Tier,
 )
+from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.sessions import Session, Sessions
-from prefixd_server.cache.state import BadSlot, State
+from prefixd_server.cache.state import State
+from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.verifying import Verifier
-from prefixd_server.catalog.events import CopiesLeased, CopyFoundBad, RunUsed
+from prefixd_server.catalog.events import CopiesLeased, RunUsed
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
 from prefixd_server.catalog.namespaces import Namespace
 
 READABLE_TIERS = (Tier.HBM, Tier.DRAM)
 """Tiers whose slots an engine can read, fastest first."""
+STORED_TIERS = (*READABLE_TIERS, Tier.NVME)
+WARM_BYTES = 32 << 20
+WARM_BLOCK_COUNT_MIN = 4
+"""How much of a cold run is brought at once, per shard and KV group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +70,38 @@ class Found:
 class Reading:
     """See the module."""
 
-    def __init__(self, state: State, sessions: Sessions, endings: Endings, verifier: Verifier) -> None:
+    def __init__(
+        self,
+        state: State,
+        sessions: Sessions,
+        endings: Endings,
+        verifier: Verifier,
+        bad_copies: BadCopies,
+        transfers: Transfers | None,
+    ) -> None:
         self._state = state
         self._sessions = sessions
         self._endings = endings
         self._verifier = verifier
+        self._bad_copies = bad_copies
+        self._transfers = transfers
 
     def lookup(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> RunHits:
         """What would hit; changes nothing."""
         namespace = self._state.catalog.namespaces.get(tenant, ref)
-        return self._find(namespace, hashes, _every_part(namespace)).run(len(hashes))
+        return self._find(namespace, hashes, _every_part(namespace), STORED_TIERS).run(len(hashes))
+
+    async def wait_for(self, tenant: str, ref: NamespaceRef, hashes: Hashes, max_wait_s: float) -> None:
+        """Waits until all of the run that is stored can be read, or until the time is over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait_s
+        while True:
+            namespace = self._state.catalog.namespaces.get(tenant, ref)
+            coming = self._warm(self._find(namespace, hashes, _every_part(namespace)))
+            remaining = deadline - loop.time()
+            if not coming or remaining <= 0:
+                return
+            await asyncio.wait(coming, timeout=remaining)
 
     def acquire(
         self,
@@ -92,6 +121,7 @@ class Reading:
         found = self._find(namespace, hashes, _every_part(namespace))
         run = found.run(len(hashes))
         self.count(tenant, run)
+        self._warm(found)
         if found.hit_count and self._state.first_use(tenant, session.instance_id, request_id):
             self.use(found)
         if found.hit_count <= skip_count:
@@ -156,8 +186,28 @@ class Reading:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _find(self, namespace: Namespace, hashes: Hashes, parts: list[tuple[int, int]]) -> Found:
-        """The longest prefix that every part, a (shard, kv_group), can serve."""
+    def _warm(self, found: Found) -> list[asyncio.Future[None]]:
+        """Starts to bring the first blocks that are stored and not readable; what to wait for.
+
+        A window at a time: the first blocks of a cold run at once, the rest when they are asked for again.
+        """
+        if self._transfers is None or found.known_count == found.hit_count:
+            return []
+        coming = []
+        for rows in found.rows.values():
+            slot_bytes = self._state.catalog.slot_bytes_of_row(int(rows[0]))
+            window = max(WARM_BLOCK_COUNT_MIN, WARM_BYTES // slot_bytes)
+            coming += self._transfers.promote(rows[found.hit_count : found.known_count][:window])
+        return coming
+
+    def _find(
+        self,
+        namespace: Namespace,
+        hashes: Hashes,
+        parts: list[tuple[int, int]],
+        allowed: tuple[Tier, ...] = READABLE_TIERS,
+    ) -> Found:
+        """The longest prefix that every part, a (shard, kv_group), has in one of these tiers."""
         catalog = self._state.catalog
         hit = known = len(hashes)
         rows_of: dict[tuple[int, int], Rows] = {}
@@ -167,16 +217,16 @@ class Reading:
             rows = catalog.find(space, hashes[:known])
             known = _leading(rows >= 0)
             rows = rows[:known]
-            tier = self._tier_of(rows)
+            tier = self._tier_of(rows, allowed)
             hit = min(hit, _leading((tier != 0) & catalog.visible(rows)))
             np.maximum(tiers[:known], tier, out=tiers[:known])
             rows_of[shard, group] = rows
         return Found(rows_of, hit, known, tiers)
 
-    def _tier_of(self, rows: Rows) -> NDArray[np.uint8]:
-        """The fastest tier that can serve each row now; 0 when none can."""
+    def _tier_of(self, rows: Rows, allowed: tuple[Tier, ...] = READABLE_TIERS) -> NDArray[np.uint8]:
+        """The fastest of the tiers that has each row whole; 0 when none has."""
         tier_of = np.zeros(len(rows), dtype=np.uint8)
-        for tier in reversed(READABLE_TIERS):
+        for tier in reversed(allowed):
             if tier in self._state.catalog.slots:
                 tier_of[self._state.catalog.resident(tier, rows)] = tier
         return tier_of
@@ -236,22 +286,8 @@ class Reading:
                 slot = int(piece.slots[index])
                 if await self._verifier.is_good(lease.namespace.spec, piece.kv_group, piece.tier, slot):
                     return 0
-                return self.found_bad(lease.tenant, piece.tier, slot)
+                return self._bad_copies.found(lease.tenant, piece.tier, slot)
         return 0
-
-    def found_bad(self, tenant: str, tier: Tier, slot: int) -> int:
-        """Forgets a copy whose bytes are wrong; 1, or 0 when it was forgotten meanwhile."""
-        table = self._state.catalog.slots[tier]
-        if table.row[slot] < 0:
-            return 0
-        slot_bytes = table.slot_bytes_of(slot)
-        self._state.apply(CopyFoundBad(tier, slot))
-        self._state.counters_of(tenant).bad += 1
-        self._state.bad_slots.append(
-            BadSlot(tier, slot, slot_bytes, tenant, self._sessions.living_writers(tenant))
-        )
-        self._endings.lift_unwitnessed()
-        return 1
 
 
 def _every_part(namespace: Namespace) -> list[tuple[int, int]]:

@@ -31,6 +31,9 @@ STEAL_AGE_MARGIN_S = 5.0
 """A pool that has segments gets another's only if that one's oldest blocks have been idle
 this much longer than its own oldest."""
 
+NOBODY = ""
+"""Former tenant of a segment whose memory is being renewed, or could not be."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -73,8 +76,8 @@ class Rebalancing:
                 return False
         tenant = self._state.catalog.namespaces.pool_of(pool).tenant
         former = room.former_tenant[segment]
-        if former not in (None, tenant):
-            await self._renew(segment, former)
+        if former not in {None, tenant} and not await self._renew(segment, former):
+            return False
         room.assign(segment, pool)
         log.info("segment assigned", segment=segment, tenant=tenant, former_tenant=former)
         return True
@@ -83,14 +86,19 @@ class Rebalancing:
         free = self._state.catalog.slots[Tier.DRAM].unassigned()
         return free[0] if free else None
 
-    async def _renew(self, segment: int, former: str | None) -> None:
-        """Fresh memory for another tenant; the former one's clients are told to unmap."""
+    async def _renew(self, segment: int, former: str | None) -> bool:
+        """Fresh memory for another tenant; the former one's clients are told to unmap. Whether it was had."""
         retired = SegmentsRetiredNotice((self._room.segment_ids[segment],))
-        self._room.former_tenant[segment] = ""
-        await self._state.movers.run(RenewJob(self._state.dram, segment))
-        self._room.renewed(segment)
+        self._room.former_tenant[segment] = NOBODY
         for session in self._sessions.open_of(former):
             session.notify(retired)
+        try:
+            await self._state.movers.run(RenewJob(self._state.dram, segment))
+        except OSError as error:
+            log.warning("no fresh memory for a segment; it is tried again", segment=segment, error=str(error))
+            return False
+        self._room.renewed(segment)
+        return True
 
     # -- choosing ------------------------------------------------------------------------------
 

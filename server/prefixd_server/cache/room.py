@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 
-from prefixd_server.base.types import DeclineReason, Slots, Tier
+from prefixd_server.base.types import NO_ROW, NO_SLOT, DeclineReason, Slots, SlotState, Tier
 from prefixd_server.cache.state import State
-from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted
+from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
 
 EVICTION_SLACK_SHARE = 1 / 64
 """Part of a pool that one eviction frees beyond what is needed: later runs find contiguous room."""
@@ -59,6 +59,23 @@ class Room:
         self.wake.set()
         grows = len(slots) == 0 and table.slot_count(pool) == 0
         return slots, DeclineReason.SEGMENT_PREPARING if grows else DeclineReason.TIER_FULL
+
+    def allocate_below(self, above: int, pool: int, count: int) -> tuple[Slots, DeclineReason | None]:
+        """Slots for blocks below `above`, which making room for them must not evict.
+
+        Once they are there, the closure of the prefix keeps it: an ancestor never goes first.
+        """
+        if above == NO_ROW:
+            return self.allocate(pool, count, None)
+        table = self._state.catalog.slots[Tier.DRAM]
+        slot = self._state.catalog.columns.slot[Tier.DRAM][above : above + 1].copy()
+        if slot[0] == NO_SLOT or table.state[slot[0]] != SlotState.RESIDENT:
+            return self.allocate(pool, count, None)
+        self._state.apply(CopiesLeased(Tier.DRAM, slot))
+        try:
+            return self.allocate(pool, count, int(slot[0]))
+        finally:
+            self._state.apply(CopiesReleased(Tier.DRAM, slot))
 
     def evict(self, tier: Tier, pool: int, count: int) -> int:
         """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed."""

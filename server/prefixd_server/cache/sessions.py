@@ -2,9 +2,9 @@
 
 A session is open while its stream and, once attached, its companion connection
 are up. It ends when either is lost; what it held is then given up by the
-callbacks. After its end the record stays until the process is known dead, as
-long as slots are quarantined on its account. Not here: sockets (rpc floor) and
-what a lease is (catalog floor).
+callbacks. After its end the record of a session that had segments stays until its
+process is known dead, or has another session that proves as much. Not here:
+sockets (rpc floor) and what a lease is (catalog floor).
 """
 
 from __future__ import annotations
@@ -190,6 +190,9 @@ class Sessions:
         session = self.get(tenant, session_id)
         session.pid = pid
         session.attached = True
+        for earlier in [s for s in self._by_id.values() if s.ended and (s.tenant, s.pid) == (tenant, pid)]:
+            # The new session's death proves as much as the old one's.
+            self._forget_if_settled(earlier)
 
     def is_remembered(self, session_id: bytes) -> bool:
         """Whether the session is open, or something still waits for its process's death."""
@@ -218,6 +221,10 @@ class Sessions:
             return
         session.ended = True
         self._heirs.session_ended(session, self.instance_is_open(session.tenant, session.instance_id))
+        if not session.attached:
+            self._forget_if_settled(session)
+
+    def _forget_if_settled(self, session: Session) -> None:
         if not self._heirs.has_quarantine(session):
             self._by_id.pop(session.session_id, None)
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from prefixd_server.base.errors import InvalidRequest, StateConflict
 from prefixd_server.base.types import (
     NO_ROW,
-    NO_SLOT,
     Checksums,
     Committed,
     DeclineReason,
@@ -21,7 +20,6 @@ from prefixd_server.base.types import (
     ReserveOutcome,
     Rows,
     Slots,
-    SlotState,
     Tier,
 )
 from prefixd_server.cache.endings import Endings
@@ -29,7 +27,7 @@ from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.columns import COMMITTED, VISIBLE
-from prefixd_server.catalog.events import BlocksCommitted, BlocksReserved, CopiesLeased, CopiesReleased
+from prefixd_server.catalog.events import BlocksCommitted, BlocksReserved
 from prefixd_server.catalog.leases import TOKEN_BYTES, WriteLease
 from prefixd_server.catalog.namespaces import Namespace
 
@@ -143,28 +141,11 @@ class Writing:
         if reason is not None:
             return self._admitted(known, missing, reason)
         pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
-        slots, reason = self._allocate_below(above, pool, missing)
+        slots, reason = self._room.allocate_below(above, pool, missing)
         if len(slots):
             fresh = hashes[len(known) : len(known) + len(slots)]
             self._state.apply(BlocksReserved(space, above, fresh, Tier.DRAM, slots))
         return self._admitted(known, missing - len(slots), reason, slots)
-
-    def _allocate_below(self, above: int, pool: int, count: int) -> tuple[Slots, DeclineReason | None]:
-        """Slots for blocks below `above`, which making room for them must not evict.
-
-        Once they are there, the closure of the prefix keeps it: an ancestor never goes first.
-        """
-        if above == NO_ROW:
-            return self._room.allocate(pool, count, None)
-        table = self._state.catalog.slots[Tier.DRAM]
-        slot = self._state.catalog.columns.slot[Tier.DRAM][above : above + 1].copy()
-        if slot[0] == NO_SLOT or table.state[slot[0]] != SlotState.RESIDENT:
-            return self._room.allocate(pool, count, None)
-        self._state.apply(CopiesLeased(Tier.DRAM, slot))
-        try:
-            return self._room.allocate(pool, count, int(slot[0]))
-        finally:
-            self._state.apply(CopiesReleased(Tier.DRAM, slot))
 
     def _admitted(
         self, known: Rows, declined: int, reason: DeclineReason | None, slots: Slots | None = None

@@ -12,6 +12,7 @@ parent is visible. Blocks committed before their parent wait, keyed by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,39 @@ from prefixd_server.catalog.slots import SlotTable
 from prefixd_server.catalog.tree import PrefixTree
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Departure:
+    """Blocks whose durable copies were dropped: their index records must go before their slots are free."""
+
+    tier: Tier
+    spaces: NDArray[np.uint32]
+    keys: Hashes
+    slots: Slots
+
+
 class Catalog:
     """See the module.
+
+    In a durable tier every published copy carries one lease more, its index record's:
+    a slot there becomes FREE only when the record is gone (RecordsDeleted).
 
     Args:
         tiers: the slot table of every tier that is on.
         block_count_max: most blocks ever known at once.
         seed: secret of the key table; hostile tenants choose hashes.
+        durable: tiers whose copies have index records.
     """
 
-    def __init__(self, tiers: Mapping[Tier, SlotTable], block_count_max: int, seed: int) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[Tier, SlotTable],
+        block_count_max: int,
+        seed: int,
+        durable: frozenset[Tier] = frozenset(),
+    ) -> None:
+        self.durable = durable
+        self.departures: list[Departure] = []
+        """Durable copies dropped since somebody last took this list."""
         self.columns = BlockColumns(block_count_max)
         self.keys = KeyTable(self.columns, seed)
         self.tree = PrefixTree(self.columns, block_count_max)
@@ -64,6 +88,8 @@ class Catalog:
             events.CopyAbandoned: self._copy_abandoned,
             events.CopyReplaced: self._copy_replaced,
             events.CopiesEvicted: self._copies_evicted,
+            events.BlocksRecovered: self._blocks_recovered,
+            events.RecordsDeleted: self._records_deleted,
             events.CopyFoundBad: self._copy_found_bad,
             events.BlocksRemoved: self._blocks_removed,
             events.PinChanged: self._pin_changed,
@@ -81,6 +107,11 @@ class Catalog:
         if space is None:
             return np.full(len(hashes), NO_ROW, dtype=np.int32)
         return self.keys.find(space, hashes)
+
+    def slot_bytes_of_row(self, row: int) -> int:
+        """Bytes of a slot that a block of this row's kind takes."""
+        namespace, _, kv_group = self.namespaces.owner(int(self.columns.space[row]))
+        return namespace.spec.kv_groups[kv_group].slot_bytes
 
     def visible(self, rows: Rows) -> NDArray[np.bool_]:
         """Which rows are known and visible; NO_ROW is not."""
@@ -102,7 +133,7 @@ class Catalog:
         for tier, table in self.slots.items():
             slots = self.columns.slot[tier][rows]
             with_copy = slots != NO_SLOT
-            held[with_copy] |= table.leases[slots[with_copy]] > 0
+            held[with_copy] |= table.leases[slots[with_copy]] > (tier in self.durable)
         return held
 
     def evictable(self, tier: Tier) -> Callable[[int, int], int]:
@@ -112,6 +143,7 @@ class Catalog:
         when no block would stay behind without its parent.
         """
         table = self.slots[tier]
+        unleased = int(tier in self.durable)
         others = [
             slot for other, slot in self.columns.slot.items() if other is not tier and other in self.slots
         ]
@@ -121,14 +153,15 @@ class Catalog:
             if len(rows) == 0:
                 return 0
             slots = self.columns.slot[tier][rows]
-            free_to_go = (table.state[slots] == SlotState.RESIDENT) & (table.leases[slots] == 0)
+            free_to_go = table.state[slots] == SlotState.RESIDENT
+            free_to_go &= table.leases[slots] == unleased
             free_to_go &= (self.columns.flags[rows] & (VISIBLE | PINNED)) == VISIBLE
             kept_elsewhere = np.zeros(len(rows), dtype=np.bool_)
             for slot in others:
                 kept_elsewhere |= slot[rows] != NO_SLOT
             childless = np.empty(len(rows), dtype=np.bool_)
             childless[0] = self.tree.ends_with(tier, int(rows[0]))
-            childless[1:] = ~kept_elsewhere[:-1]
+            childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent[rows[:-1]] == rows[1:])
             free_to_go &= kept_elsewhere | childless
             stop = int(free_to_go.argmin())
             return len(rows) if free_to_go[stop] else stop
@@ -158,14 +191,7 @@ class Catalog:
     # -- transitions of writers ----------------------------------------------------------------
 
     def _blocks_reserved(self, event: events.BlocksReserved) -> Effect:
-        rows = self.columns.allocate(len(event.hashes))
-        self.columns.key[rows] = event.hashes
-        self.columns.space[rows] = event.space
-        self.columns.flags[rows] = 0
-        self.columns.checksum[rows] = 0
-        for slot in self.columns.slot.values():
-            slot[rows] = NO_SLOT
-        self.keys.insert(rows)
+        rows = self._new_rows(event.space, event.hashes)
         self.tree.add(event.space, event.parent_row, rows, self._now)
         self._bind(event.tier, rows, event.slots)
         self._tell(Verb.RESERVED, rows)
@@ -259,6 +285,8 @@ class Catalog:
 
     def _copy_published(self, event: events.CopyPublished) -> Effect:
         self.slots[event.tier].publish(event.slots, event.rows)
+        if event.tier in self.durable:
+            self.slots[event.tier].lease(event.slots)
         self._tell(Verb.COPY_PUBLISHED, event.rows)
         return Effect()
 
@@ -298,16 +326,34 @@ class Catalog:
         table = self.slots[event.tier]
         slot = np.array([event.slot], dtype=np.uint32)
         row = int(table.row[event.slot])
-        table.quarantine(slot)
-        if row == NO_ROW:
-            return Effect()
         rows = np.array([row], dtype=np.int32)
         self._tell(Verb.FOUND_BAD, rows)
-        self.columns.slot[event.tier][rows] = NO_SLOT
-        self.tree.copies_dropped(event.tier, rows)
+        if event.tier in self.durable:
+            self._drop_copies(event.tier, rows)
+        else:
+            table.quarantine(slot)
+            self.columns.slot[event.tier][rows] = NO_SLOT
+            self.tree.copies_dropped(event.tier, rows)
         if any(columns[row] != NO_SLOT for columns in self.columns.slot.values()):
             return Effect()
         return Effect(forgotten_count=self._forget(self.tree.subtree(row)))
+
+    # -- transitions of durable tiers ----------------------------------------------------------
+
+    def _blocks_recovered(self, event: events.BlocksRecovered) -> Effect:
+        rows = self._new_rows(event.space, event.hashes)
+        self.columns.flags[rows] = COMMITTED | VISIBLE
+        self.columns.checksum[rows] = event.checksums
+        self.tree.add(event.space, event.parent_row, rows, event.last_use)
+        self._bind(event.tier, rows, event.slots)
+        self.slots[event.tier].publish(event.slots, rows)
+        self.slots[event.tier].lease(event.slots)
+        self._tell(Verb.RECOVERED, rows)
+        return Effect(visible_count=len(rows))
+
+    def _records_deleted(self, event: events.RecordsDeleted) -> Effect:
+        freed = self.slots[event.tier].unlease(event.slots)
+        return Effect(freed_count=len(freed))
 
     # -- transitions on request ----------------------------------------------------------------
 
@@ -324,6 +370,18 @@ class Catalog:
 
     # -- shared steps --------------------------------------------------------------------------
 
+    def _new_rows(self, space: int, hashes: Hashes) -> Rows:
+        """Rows for blocks that are not known yet, without copies and flags."""
+        rows = self.columns.allocate(len(hashes))
+        self.columns.key[rows] = hashes
+        self.columns.space[rows] = space
+        self.columns.flags[rows] = 0
+        self.columns.checksum[rows] = 0
+        for slot in self.columns.slot.values():
+            slot[rows] = NO_SLOT
+        self.keys.insert(rows)
+        return rows
+
     def _bind(self, tier: Tier, rows: Rows, slots: Slots) -> None:
         """RESERVED slots become the WRITING copies of rows."""
         self.columns.slot[tier][rows] = slots
@@ -337,6 +395,11 @@ class Catalog:
         slots = self.columns.slot[tier][rows]
         writing = table.state[slots] == SlotState.RESERVED
         table.row[slots[writing]] = NO_ROW
+        if tier in self.durable:
+            gone = rows[~writing]
+            self.departures.append(
+                Departure(tier, self.columns.space[gone], self.columns.key[gone], slots[~writing])
+            )
         table.free(slots[~writing])
         self.columns.slot[tier][rows] = NO_SLOT
         self.tree.copies_dropped(tier, rows)

@@ -145,6 +145,30 @@ class CopyFoundBad:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRecovered:
+    """Blocks found in a durable tier's index after a start: absent -> RESIDENT there, and visible.
+
+    Their parent is visible. `slots` are RESERVED; last_use is in monotonic seconds.
+    """
+
+    space: int
+    parent_row: int
+    hashes: Hashes
+    checksums: Checksums
+    tier: Tier
+    slots: Slots
+    last_use: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsDeleted:
+    """The index records of copies that were dropped from a durable tier are gone: slots may be reused."""
+
+    tier: Tier
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     """Forgotten on request, with everything below. `rows` is closed under descendants."""
 
@@ -174,6 +198,8 @@ Event: TypeAlias = (
     | CopyReplaced
     | CopiesEvicted
     | CopyFoundBad
+    | BlocksRecovered
+    | RecordsDeleted
     | BlocksRemoved
     | PinChanged
 )

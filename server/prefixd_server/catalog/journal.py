@@ -32,6 +32,7 @@ class Verb(IntEnum):
     PINNED = 11
     UNPINNED = 12
     MOVED = 13
+    RECOVERED = 14
 
 
 class Journal:

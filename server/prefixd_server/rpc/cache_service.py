@@ -20,6 +20,8 @@ from prefixd_server.rpc.put_assembly import PutAssembly
 from prefixd_server.rpc.seat import Seat
 from prefixd_server.rpc.session_stream import SessionStream
 
+MAX_WAIT_S = 10.0
+"""Longest wait of an Acquire: an engine's patience for one request, not a parking place."""
 GET_PIECE_BYTES_MAX = 1 << 20
 """Bytes of one message of Get; small enough that a reader of any language keeps up."""
 
@@ -51,10 +53,13 @@ class CacheService:
         run = checks.run(request, spec.hash_bytes)
         return answers.lookup(self._cache.lookup(self._tenant, ref, run))
 
-    def acquire(self, request: wire.AcquireRequest) -> wire.AcquireResponse:
-        """Leases the longest resident prefix."""
+    async def acquire(self, request: wire.AcquireRequest) -> wire.AcquireResponse:
+        """Leases the longest resident prefix, after waiting for what is on its way if asked to."""
         ref, spec = self._namespace(request)
         run = checks.run(request, spec.hash_bytes)
+        max_wait_s = checks.span_s(request, "max_wait", allow_zero=True)
+        if max_wait_s:
+            await self._cache.wait_for(self._tenant, ref, run, min(max_wait_s, MAX_WAIT_S))
         acquired = self._cache.acquire(
             self._tenant,
             requests.session_id(request.session_id),

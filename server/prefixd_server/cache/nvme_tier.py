@@ -1,0 +1,242 @@
+"""The NVMe tier's life: its slots, its index records, its pauses.
+
+Order of a write: bytes, flush, index record, visible (transfers.py). Order of a
+delete: index record, then space: a dropped copy's slot is FREE only when its
+record is durably gone. A disk or index fault pauses the tier: nothing is written
+or read, engines notice misses, and it resumes by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from functools import partial
+
+import numpy as np
+import structlog
+
+from prefixd_server.base.errors import PrefixdError
+from prefixd_server.base.types import Slots, Tier, TierStats
+from prefixd_server.cache.room import Room
+from prefixd_server.cache.state import State
+from prefixd_server.cache.write_budget import WriteBudget
+from prefixd_server.catalog.catalog import Departure
+from prefixd_server.catalog.events import RecordsDeleted
+from prefixd_server.catalog.namespaces import Namespace
+from prefixd_server.index.line import IndexUnavailable
+from prefixd_server.index.process import Index
+from prefixd_server.index.records import (
+    Keys,
+    NamespaceRecord,
+    Records,
+    block_keys,
+    keys_of,
+    new_records,
+    space_identity,
+)
+from prefixd_server.media.movers import CallJob
+from prefixd_server.media.nvme import NvmeMedium
+
+DEPARTURE_INTERVAL_S = 0.05
+EVICTION_SLACK_COUNT = 64
+"""Slots freed beyond what one demotion needs: index records go in groups."""
+
+log = structlog.get_logger(__name__)
+
+
+class NvmeState(Enum):
+    """See the module."""
+
+    RECOVERING = "recovering"
+    READY = "ready"
+    PAUSED = "paused"
+
+
+class NvmeTier:
+    """See the module. Owned by the event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        room: Room,
+        medium: NvmeMedium,
+        index: Index,
+        budget: WriteBudget,
+        retry_pause_s: float,
+    ) -> None:
+        self._state = state
+        self._room = room
+        self.medium = medium
+        self.index = index
+        self.budget = budget
+        self._retry_pause_s = retry_pause_s
+        self._paused_until = 0.0
+        self._recorded: set[tuple[str, bytes, int]] = set()
+        """Namespaces whose record is durable."""
+        self._departing = asyncio.Lock()
+        self.state = NvmeState.RECOVERING
+        self.reason = "the index is being read"
+        self.written_bytes = 0
+        self.read_bytes = 0
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Recovery is over."""
+        self.state, self.reason = NvmeState.READY, ""
+        log.info("NVMe tier ready", blocks=self._state.catalog.slots[Tier.NVME].counts().resident)
+
+    def pause(self, error: Exception) -> None:
+        """A fault: nothing is read or written until it is tried again."""
+        if self.state is NvmeState.READY:
+            log.error("NVMe tier paused", reason=str(error), retry_after_s=self._retry_pause_s)
+            self.state, self.reason = NvmeState.PAUSED, str(error)
+        self._paused_until = self._state.clock.now() + self._retry_pause_s
+
+    @property
+    def usable(self) -> bool:
+        """Whether blocks may be written and read now; ends a pause whose time is over."""
+        if self.state is NvmeState.PAUSED and self._state.clock.now() >= self._paused_until:
+            self.state, self.reason = NvmeState.READY, ""
+            log.info("NVMe tier tried again")
+        return self.state is NvmeState.READY
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    async def allocate(self, pool: int, count: int) -> Slots:
+        """Up to `count` RESERVED slots, after making room. Raises OSError, IndexUnavailable."""
+        table = self._state.catalog.slots[Tier.NVME]
+        while table.free_count(pool) < count and await self._assign(pool):
+            pass
+        short = count - table.free_count(pool)
+        if short > 0:
+            self._room.evict(Tier.NVME, pool, short + EVICTION_SLACK_COUNT)
+            await self.flush_departures()
+        return table.allocate(pool, count)
+
+    async def _assign(self, pool: int) -> bool:
+        """Gives the pool a segment that serves nobody; its generation is raised, durably, first."""
+        table = self._state.catalog.slots[Tier.NVME]
+        spare = [segment for segment in table.unassigned() if segment in self._present()]
+        if not spare:
+            return False
+        segment, slot_bytes = spare[0], self._state.catalog.namespaces.pool_of(pool).slot_bytes
+        generation = await self._state.movers.run(
+            CallJob(partial(self.medium.raise_generation, segment, slot_bytes))
+        )
+        if table.pool_of(segment) < 0:
+            table.assign(segment, pool, slot_bytes, segment, generation)
+        return True
+
+    def _present(self) -> set[int]:
+        return set(self.medium.present())
+
+    # -- records -------------------------------------------------------------------------------
+
+    def records(
+        self, namespace: Namespace, shard: int, kv_group: int, rows: np.ndarray, slots: Slots
+    ) -> Records:
+        """Unsealed records of blocks of one space in these slots."""
+        columns, table = self._state.catalog.columns, self._state.catalog.slots[Tier.NVME]
+        identity = self.identity(namespace, shard, kv_group)
+        records = new_records(identity, columns.key[rows], self.medium.store_uuid)
+        segments = (slots // np.uint32(table.stride)).astype(np.int64)
+        records["block_bytes"] = namespace.spec.kv_groups[kv_group].block_bytes
+        records["segment"] = segments
+        records["slot"] = slots % np.uint32(table.stride)
+        records["generation"] = self.medium.generations[segments]
+        records["checksum"] = columns.checksum[rows]
+        records["depth"] = columns.depth[rows]
+        parents = columns.parent[rows]
+        records["parent"] = np.where((parents >= 0)[:, None], columns.key[parents], 0)
+        age = self._state.clock.now() - self._state.catalog.tree.last_use[columns.node[rows]]
+        records["last_use"] = self._state.clock.wall() - age
+        return records
+
+    def identity(self, namespace: Namespace, shard: int, kv_group: int) -> bytes:
+        """The space's identity in the index."""
+        ref = namespace.ref
+        return space_identity(namespace.tenant, ref.fingerprint, ref.epoch, shard, kv_group)
+
+    async def put(self, namespace: Namespace, records: Records) -> None:
+        """Makes records durable, their namespace's first."""
+        ref = namespace.ref
+        name = (namespace.tenant, ref.fingerprint, ref.epoch)
+        owners = []
+        if name not in self._recorded:
+            owners = [
+                NamespaceRecord(
+                    namespace.tenant, ref.fingerprint, ref.epoch, namespace.spec, namespace.opened_at
+                )
+            ]
+        await self.index.commit(puts=records, namespaces=owners)
+        self._recorded.add(name)
+
+    async def forget(self, records: Records, slots: Slots) -> None:
+        """Deletes records whose blocks were forgotten before they became visible, then frees their slots."""
+        await self.index.commit(deletes=keys_of(records))
+        self._state.catalog.slots[Tier.NVME].free(slots)
+
+    async def delete(self, keys: Keys) -> None:
+        """Deletes records, durably."""
+        await self.index.commit(deletes=keys)
+
+    # -- departures ----------------------------------------------------------------------------
+
+    async def flush_departures(self) -> None:
+        """Deletes the records of dropped copies, durably; then their slots are free."""
+        async with self._departing:
+            while taken := self._state.catalog.departures:
+                self._state.catalog.departures = []
+                try:
+                    await self.index.commit(deletes=np.concatenate([self._keys(gone) for gone in taken]))
+                except BaseException:
+                    self._state.catalog.departures = taken + self._state.catalog.departures
+                    raise
+                for gone in taken:
+                    self._state.apply(RecordsDeleted(gone.tier, gone.slots))
+
+    def _keys(self, gone: Departure) -> Keys:
+        names = self._state.catalog.namespaces
+        parts = []
+        for space in np.unique(gone.spaces).tolist():
+            namespace, shard, kv_group = names.owner(space)
+            identity = self.identity(namespace, shard, kv_group)
+            parts.append(block_keys(identity, gone.keys[gone.spaces == space]))
+        return np.concatenate(parts)
+
+    async def run(self) -> None:
+        """Deletes what departed, again and again; ends when cancelled."""
+        while True:
+            await asyncio.sleep(DEPARTURE_INTERVAL_S)
+            if self._state.catalog.departures and self.usable:
+                try:
+                    await self.flush_departures()
+                except (IndexUnavailable, PrefixdError) as error:
+                    self.pause(error)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends the index process and closes the files."""
+        await self.index.close()
+        self.medium.close()
+
+    def stats(self, pools: list[int]) -> TierStats:
+        """What the given pools hold here."""
+        table = self._state.catalog.slots[Tier.NVME]
+        counts = [table.counts(pool) for pool in pools]
+        return TierStats(
+            tier=Tier.NVME,
+            capacity_bytes=table.segment_count * table.segment_bytes,
+            assigned_bytes=sum(table.segment_count_of(pool) for pool in pools) * table.segment_bytes,
+            prefaulted_bytes=0,
+            segment_count=table.segment_count,
+            segment_bytes=table.segment_bytes,
+            slot_count=sum(table.slot_count(pool) for pool in pools),
+            free_slot_count=sum(c.free for c in counts),
+            reserved_slot_count=sum(c.reserved for c in counts),
+            resident_slot_count=sum(c.resident for c in counts),
+            quarantined_slot_count=sum(c.quarantined for c in counts),
+            page_kind="files",
+        )

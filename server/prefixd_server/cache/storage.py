@@ -1,0 +1,32 @@
+"""The NVMe tier at work: recovery first, then the background tasks, as one thing that the cache starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.nvme_tier import NvmeTier
+from prefixd_server.cache.recovery import Recovery
+from prefixd_server.cache.scheduler import Scheduler
+from prefixd_server.cache.state import State
+from prefixd_server.cache.transfers import Transfers
+
+
+class Storage:
+    """See the module."""
+
+    def __init__(self, state: State, nvme: NvmeTier, transfers: Transfers, epochs: Epochs) -> None:
+        self.nvme = nvme
+        self.transfers = transfers
+        self.recovery = Recovery(state, nvme, epochs)
+        self.scheduler = Scheduler(state, nvme, transfers)
+
+    async def run(self) -> None:
+        """Recovers, then works for ever; ends when cancelled."""
+        await self.recovery.run()
+        await asyncio.gather(self.nvme.run(), self.scheduler.run())
+
+    async def close(self) -> None:
+        """Lets what is under way arrive, then closes index and files."""
+        await self.transfers.drain()
+        await self.nvme.close()
