@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from prefixd_server.base.types import LeaseRelease, Tier
+from prefixd_server.cache.rebalancing import FIRST_USE_WITHIN_S
 from prefixd_server.cache.sessions import SegmentsRetiredNotice
 
 from tests.cache.conftest import MakeEngine
@@ -15,7 +16,7 @@ from tests.support.specs import spec
 
 def fill(engine: Engine, run_length: int = 4) -> list[list[bytes]]:
     """Puts runs until the first eviction; their hashes, oldest first."""
-    runs = []
+    runs: list[list[bytes]] = []
     while engine.node.cache.stats(engine.tenant).counters.evicted == 0:
         runs.append(engine.put("fill", len(runs), *range(run_length)))
         engine.node.clock.advance(0.01)
@@ -51,6 +52,29 @@ def test_a_second_tenant_is_admitted_into_a_full_store_with_fresh_memory(
     (extent,) = blue.reserve(chain("other")).extents
     assert extent.segment_id == renewed[0]
     assert bytes(node.view(extent, 0, 65_536)) == bytes(65_536), "another tenant's bytes are readable"
+
+
+def test_two_newcomers_do_not_take_each_others_segment(engine: MakeEngine, node: Node) -> None:
+    fill(engine())
+    newcomers = [
+        engine(what=spec("large", block_bytes=1 << 20)),
+        engine(tenant="blue", what=spec("huge", block_bytes=1 << 19)),
+    ]
+    assert [newcomer.reserve(chain("mine")).lease for newcomer in newcomers] == [None, None]
+    node.run(asyncio.sleep(0))
+    assert all(newcomer.reserve(chain("mine")).lease is not None for newcomer in newcomers)
+
+
+def test_a_segment_that_nobody_comes_to_use_is_free_to_take(engine: MakeEngine, node: Node) -> None:
+    full = engine()
+    runs = fill(full)
+    gone = engine(what=spec("large", block_bytes=1 << 20))
+    assert gone.reserve(chain("never")).lease is None
+    node.run(asyncio.sleep(0))
+    kept = sum(full.hits(hashes) for hashes in runs)
+    node.clock.advance(FIRST_USE_WITHIN_S)
+    assert admitted(node, engine(what=spec("huge", block_bytes=1 << 19)), chain("mine"))
+    assert sum(full.hits(hashes) for hashes in runs) == kept, "a block was lost for an empty segment's sake"
 
 
 def test_what_is_used_most_survives_the_emptying(engine: MakeEngine, node: Node) -> None:

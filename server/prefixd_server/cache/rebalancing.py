@@ -8,6 +8,8 @@ One segment is under way at a time.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import structlog
 
@@ -30,6 +32,9 @@ STEAL_AGE_FACTOR = 2.0
 STEAL_AGE_MARGIN_S = 5.0
 """A pool that has segments gets another's only if that one's oldest blocks have been idle
 this much longer than its own oldest."""
+FIRST_USE_WITHIN_S = 1.0
+"""A pool that was given a segment has so long to put its first block there before another may take it:
+longer than a declined writer waits until it tries again. Else two newcomers take it in turns for ever."""
 
 NOBODY = ""
 """Former tenant of a segment whose memory is being renewed, or could not be."""
@@ -107,7 +112,7 @@ class Rebalancing:
         table = self._state.catalog.slots[Tier.DRAM]
         now = self._state.clock.now()
         donors = [p for p in range(self._state.catalog.namespaces.pool_count) if p != pool]
-        donors = [p for p in donors if table.segment_count_of(p) > 0]
+        donors = [p for p in donors if table.segment_count_of(p) > 0 and not self._is_newcomer(p, now)]
         aged = sorted(((self._oldest_age(p, now), p) for p in donors), reverse=True)
         own_count = table.segment_count_of(pool)
         for age, donor in aged:
@@ -118,12 +123,17 @@ class Rebalancing:
                 return segment
         return None
 
+    def _is_newcomer(self, pool: int, now: float) -> bool:
+        """Whether the pool was given a segment just now and has yet to come and use it."""
+        since = now - self._room.assigned_at.get(pool, -math.inf)
+        return since < FIRST_USE_WITHIN_S and math.isinf(self._oldest_age(pool, now))
+
     def _oldest_age(self, pool: int, now: float) -> float:
         """Seconds since the pool's least recently used leaf was used; infinite when it is empty."""
         catalog = self._state.catalog
         view = catalog.tree.view(Tier.DRAM, pool, catalog.evictable(Tier.DRAM))
         node = next(iter(view.oldest()), None)
-        return float("inf") if node is None else now - float(view.last_use[node])
+        return math.inf if node is None else now - float(view.last_use[node])
 
     def _least_used(self, donor: int) -> int | None:
         """The donor's segment with the least recently used blocks, among those that can be emptied now."""

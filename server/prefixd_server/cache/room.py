@@ -35,6 +35,8 @@ class Room:
         count = state.catalog.slots[Tier.DRAM].segment_count
         self.former_tenant: list[str | None] = [None] * count
         """Tenant whose processes may have the segment mapped, by segment index."""
+        self.assigned_at: dict[int, float] = {}
+        """When a pool was last given a segment, monotonic seconds."""
         self.segment_ids: list[int] = list(range(1, count + 1))
         """Wire id of each segment's present memory, by segment index."""
         self._next_segment_id = count + 1
@@ -125,6 +127,7 @@ class Room:
         """The segment serves this pool from now on."""
         chosen = self._state.catalog.namespaces.pool_of(pool)
         self.former_tenant[segment] = chosen.tenant
+        self.assigned_at[pool] = self._state.clock.now()
         self._state.catalog.slots[Tier.DRAM].assign(
             segment, pool, chosen.slot_bytes, self.segment_ids[segment]
         )
