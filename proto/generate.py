@@ -41,7 +41,7 @@ else:
 
         PLUGIN_NAME = "custom"
 
-        def initialize(self, version: str, build_data: dict[str, object]) -> None:  # noqa: ARG002
+        def initialize(self, version: str, build_data: dict[str, object]) -> None:  # noqa: ARG002 - see the interface
             """See BuildHookInterface."""
             generate(Path(self.root) / "proto")
 

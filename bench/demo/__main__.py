@@ -105,18 +105,18 @@ def _compare(engine: Engine, prompt: Prompt) -> Row:
 
 def _table(rows: list[Row]) -> Table:
     """The demo's result."""
-    table = Table(title="Two engine processes, one prefix cache")
+    table = Table(title="Two engine processes, one prefix cache", padding=(0, 0, 0, 1))
     table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "hit tokens", "TTFT cold", "TTFT warm", "speed-up"):
-        table.add_column(heading, justify="right")
-    table.add_column("identical logits")
+    for heading in ("tokens", "hit\ntokens", "TTFT\ncold", "TTFT\nwarm", "speed-up"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("identical\nlogits")
     for row in rows:
         table.add_row(
             f"{ENGINE_NAMES[row.prompt.engine]}: {row.prompt.name}",
             f"{len(row.prompt.tokens):,}",
             f"{row.hit_tokens:,}",
-            f"{row.cold_s:.3f} s",
-            f"{row.warm_s:.3f} s",
+            f"{row.cold_s:.2f} s",
+            f"{row.warm_s:.2f} s",
             f"{row.cold_s / row.warm_s:.1f} x",
             "[green]yes[/green]" if row.identical else "[red]no[/red]",
         )

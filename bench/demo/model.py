@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 VOCABULARY = 4096
 CONTEXT_TOKENS = 8192
@@ -32,6 +33,7 @@ def make_model(directory: Path) -> None:
     """
     if (directory / COMPLETE).exists():
         return
+    logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     _make_tokenizer().save_pretrained(directory)
     torch.manual_seed(0)

@@ -39,9 +39,9 @@ def make_prompts(model_directory: Path) -> list[Prompt]:
     first, second, third = ([*prefix, *_question(tokenizer, question)] for question in QUESTIONS)
     follow_up = [*second, *_question(tokenizer, FOLLOW_UP)]
     return [
-        Prompt("long text, question 1", 0, first, shares=False),
-        Prompt("the same, question 2", 1, second, shares=True),
-        Prompt("the same, question 3", 0, third, shares=True),
+        Prompt("text and question 1", 0, first, shares=False),
+        Prompt("text and question 2", 1, second, shares=True),
+        Prompt("text and question 3", 0, third, shares=True),
         Prompt("question 2 goes on", 0, follow_up, shares=True),
         Prompt("question 1 again", 1, first, shares=True),
     ]

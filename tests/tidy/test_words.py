@@ -15,7 +15,7 @@ UNFINISHED = re.compile(
 )
 SILENCED = re.compile(r"#\s*(type:\s*ignore|noqa)\b")
 WITH_REASON = re.compile(
-    r"#\s*(type:\s*ignore\[[\w, -]+\]|noqa:\s*[A-Z]+\d+(,\s*[A-Z]+\d+)*)\s*[-#]+\s*\w+ \w+"
+    r"#\s*(type:\s*ignore\[[\w, -]+\]|noqa:\s*[A-Z]+\d+(,\s*[A-Z]+\d+)*)\s*[-#]+\s*\S+ \S+"
 )
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|farm|home)/\w")
 
