@@ -3,8 +3,8 @@
     python bench/client_put_get.py [--blocks N] [--block-bytes N] [--rounds N] [--json]
 
 Each round takes, interleaved: memcpy out of and into the very slots (ctypes.memmove, block by block), a get
-(acquire, load with checksums, release) and a put (reserve, store with checksums, commit). Medians, and the
-ratios memcpy / get and memcpy / put, whose limits are 0.75 and 0.65.
+(acquire, load with checksums, release) and a put (reserve, store with checksums, commit). Medians of
+the times, and of each round's ratios memcpy / get and memcpy / put, whose limits are 0.75 and 0.65.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class Bench:
     def slots(self, lease: ReadLease | WriteLease, extents: Sequence[Extent]) -> list[int]:
         """Addresses of a lease's slots."""
         count = len(self.blocks)
-        return list(lease._slots(extents, 0, count, self.block_bytes))
+        spans = lease._spans(extents, 0, count, self.block_bytes)
+        return [
+            span.address + index * span.stride_bytes for span in spans for index in range(span.block_count)
+        ]
 
     def evict(self, hashes: list[bytes]) -> None:
         """Gives the slots of a run back, so that the next put takes them again."""
@@ -153,8 +156,8 @@ def measure(block_count: int, block_bytes: int, round_count: int) -> dict[str, f
             daemon.terminate()
             daemon.wait()
     result = {name: statistics.median(taken[name] for taken in rounds) for name in rounds[0]}
-    result["get_ratio"] = result["memcpy_out"] / result["get"]
-    result["put_ratio"] = result["memcpy_in"] / result["put"]
+    result["get_ratio"] = statistics.median(taken["memcpy_out"] / taken["get"] for taken in rounds)
+    result["put_ratio"] = statistics.median(taken["memcpy_in"] / taken["put"] for taken in rounds)
     return result
 
 

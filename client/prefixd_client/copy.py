@@ -8,7 +8,9 @@ CPU's cache for the second pass. ctypes.memmove and xxhash release the GIL.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import memmove
+from dataclasses import dataclass
 from functools import lru_cache
 
 import xxhash
@@ -18,6 +20,57 @@ from .layout import Pieces
 PART_BYTES = 1 << 20
 """Copied, then hashed, at a time: fits a core's second-level cache. From this size on memmove also writes
 past the cache without reading the target first; parts of half the size were measured at half the speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Slots of consecutive blocks as they are mapped here: address of the first, distance to the next."""
+
+    address: int
+    stride_bytes: int
+    first_block: int
+    block_count: int
+
+
+def read_blocks(
+    span: Span, blocks: Sequence[Pieces], checksums: Sequence[int], is_over: Callable[[], bool]
+) -> tuple[int, bool]:
+    """Copies a span's slots into the engine's memory, in order, until one does not match its checksum.
+
+    Args:
+        span: the slots.
+        blocks, checksums: one each per slot.
+        is_over: asked before each block; the copy ends when it is true.
+
+    Returns:
+        (blocks that match, whether the next one did not).
+    """
+    slot = span.address
+    for index, (pieces, checksum) in enumerate(zip(blocks, checksums, strict=True)):
+        if is_over():
+            return index, False
+        if read_block(slot, pieces) != checksum:
+            return index, True
+        slot += span.stride_bytes
+    return span.block_count, False
+
+
+def write_blocks(span: Span, blocks: Sequence[Pieces], is_over: Callable[[], bool]) -> list[int]:
+    """Copies the engine's memory into a span's slots, in order; the checksums of the blocks copied.
+
+    Args:
+        span: the slots.
+        blocks: one per slot.
+        is_over: asked before each block; the copy ends when it is true.
+    """
+    checksums: list[int] = []
+    slot = span.address
+    for pieces in blocks:
+        if is_over():
+            break
+        checksums.append(write_block(slot, pieces))
+        slot += span.stride_bytes
+    return checksums
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from prefixd.v1 import cache_service_pb2 as wire
 
 from .calls import Grant, block_bytes_of, committed_of
 from .control import Control
-from .copy import read_block, write_block
+from .copy import Span, read_blocks, write_blocks
 from .errors import InvalidArgument
 from .layout import BlockMemory, Pieces, pieces_of
 from .namespace import NamespaceSpec
@@ -55,10 +55,10 @@ class Lease:
         """The daemon does not know it any more; for the session's thread."""
         self._until = 0.0
 
-    def _slots(self, extents: Sequence[Extent], first: int, last: int, block_bytes: int) -> Iterator[int]:
-        """Addresses of the slots of blocks first to last - 1, in order, as long as the lease may be used.
+    def _spans(self, extents: Sequence[Extent], first: int, last: int, block_bytes: int) -> Iterator[Span]:
+        """Where the slots of blocks first to last - 1 are mapped, in order.
 
-        Ends early when the lease expires or a segment is gone. A slot is mapped until the next is asked.
+        Ends early when a segment is gone. A span is mapped until the next is asked for.
         """
         segments = self.session.segments
         if segments is None:
@@ -77,11 +77,7 @@ class Lease:
             offset = extent.offset_bytes + (start - extent.first_block) * extent.stride_bytes
             if offset + (end - start - 1) * extent.stride_bytes + block_bytes > segment.length_bytes:
                 return
-            for _ in range(end - start):
-                if self.expired():
-                    return
-                yield segment.address + offset
-                offset += extent.stride_bytes
+            yield Span(segment.address + offset, extent.stride_bytes, start, end - start)
 
 
 class ReadHold(Lease):
@@ -154,12 +150,19 @@ class ReadHold(Lease):
         self, extents: Sequence[Extent], first: int, pieces: Sequence[Pieces], block_bytes: int
     ) -> tuple[int, bool]:
         """(good leading blocks, whether the next one is bad)."""
-        checksums = _checksums(extents, first)
+        checksums = [
+            checksum
+            for extent in extents
+            if extent.end_block > first
+            for checksum in extent.checksums[max(0, first - extent.first_block) :]
+        ]
         good = 0
-        for slot in self._slots(extents, first, first + len(pieces), block_bytes):
-            if read_block(slot, pieces[good]) != next(checksums):
-                return good, True
-            good += 1
+        for span in self._spans(extents, first, first + len(pieces), block_bytes):
+            end = good + span.block_count
+            copied, is_bad = read_blocks(span, pieces[good:end], checksums[good:end], self.expired)
+            good += copied
+            if good < end:
+                return good, is_bad
         return good, False
 
     def release(self, *, all_shards: bool = False) -> None:
@@ -244,9 +247,11 @@ class WriteHold(Lease):
 
     def _copy_checked(self, blocks: Sequence[int], pieces: Sequence[Pieces], checksums: list[int]) -> None:
         """Copies as many blocks as the lease's life allows; appends their checksums."""
-        reserved = self._slots(self._extents, blocks[0], blocks[-1] + 1, self._block_bytes)
-        for slot in reserved:
-            checksums.append(write_block(slot, pieces[len(checksums)]))
+        for span in self._spans(self._extents, blocks[0], blocks[-1] + 1, self._block_bytes):
+            done = len(checksums)
+            checksums += write_blocks(span, pieces[done : done + span.block_count], self.expired)
+            if len(checksums) < done + span.block_count:
+                return
 
     def _commit(self, checksums: list[int], given: int) -> Call[Committed]:
         """The Commit of what was copied; the blocks that were not count as dropped."""
@@ -292,10 +297,3 @@ class WriteHold(Lease):
     def __del__(self) -> None:
         if self.is_held and not self._control.is_closed:
             self._control.outbox.abandon(self.session.boot_id, Abort(self.token))
-
-
-def _checksums(extents: Sequence[Extent], first: int) -> Iterator[int]:
-    """Checksums from block `first` on."""
-    for extent in extents:
-        if extent.end_block > first:
-            yield from extent.checksums[max(0, first - extent.first_block) :]

@@ -8,6 +8,7 @@ memory alive and unchanged for as long as the call that got it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import addressof, c_char
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -49,13 +50,12 @@ def pieces_of(memory: BlockMemory, block_bytes: int, *, writable: bool) -> Piece
     Raises InvalidArgument when a piece is not contiguous CPU memory, is read-only though it must be
     written, or when the pieces do not add up to block_bytes.
     """
-    if isinstance(memory, tuple) and len(memory) == 2 and isinstance(memory[0], int):
-        pieces: Pieces = (_piece(memory, writable),)
-    elif isinstance(memory, (list, tuple)):
-        pieces = tuple(_piece(piece, writable) for piece in memory)
+    if isinstance(memory, (list, tuple)) and not (len(memory) == 2 and isinstance(memory[0], int)):
+        pieces = tuple([_piece(piece, writable) for piece in memory])
+        size = sum([nbytes for _, nbytes in pieces])
     else:
         pieces = (_piece(memory, writable),)
-    size = sum(nbytes for _, nbytes in pieces)
+        size = pieces[0][1]
     if size != block_bytes:
         raise InvalidArgument(
             "block",
@@ -96,19 +96,22 @@ def _piece(piece: Any, writable: bool) -> tuple[int, int]:
         if address <= 0 or nbytes <= 0:
             raise InvalidArgument("block", piece, "address and size must be above 0", _REMEDY)
         return address, nbytes
-    if not isinstance(piece, np.ndarray):
-        if hasattr(piece, "data_ptr"):
-            return _tensor(piece)
-        try:
-            piece = np.frombuffer(piece, dtype=np.uint8)
-        except (TypeError, ValueError, BufferError) as error:
-            raise InvalidArgument("block", type(piece).__name__, str(error), _REMEDY) from error
-    if not piece.flags.c_contiguous:
-        raise InvalidArgument("block", type(piece).__name__, "must be contiguous", _REMEDY)
-    if writable and not piece.flags.writeable:
+    try:
+        # The short way for writable buffers: a third of the time that asking numpy takes.
+        return addressof(c_char.from_buffer(piece)), memoryview(piece).nbytes
+    except (TypeError, ValueError, BufferError):
+        return _tensor(piece) if hasattr(piece, "data_ptr") else _array(piece, writable)
+
+
+def _array(piece: Any, writable: bool) -> tuple[int, int]:
+    """Address and size of a buffer that is read-only, or that cannot be used; then InvalidArgument."""
+    try:
+        array = np.frombuffer(piece, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidArgument("block", type(piece).__name__, str(error), _REMEDY) from error
+    if writable and not array.flags.writeable:
         raise InvalidArgument("block", type(piece).__name__, "must be writable to load into", _REMEDY)
-    # Half the cost of array.ctypes.data.
-    return piece.__array_interface__["data"][0], piece.nbytes
+    return array.ctypes.data, array.nbytes
 
 
 def _tensor(tensor: CpuTensor) -> tuple[int, int]:
