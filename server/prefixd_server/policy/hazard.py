@@ -1,0 +1,155 @@
+"""The reuse index V: what keeping a block is worth, learned online per class and age.
+
+For each class k and age bucket j the table counts reuses H and block-seconds of
+exposure E. The hazard (reuses per block-second) is H/E shrunk to coarser
+classes and at last to a prior that falls with age; with no data the order it
+gives is that of LRU. The index is the best rate of reuse that staying on can
+earn, over all times at which one could stop (POLICY.md D2, the Gittins form):
+
+    V_k(j) = max over z of  (reuses in j..z) / (block-seconds spent in j..z)
+
+Not here: which blocks are watched (tracker.py), what a class is (signals.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.policy.signals import (
+    AGE_BUCKET_COUNT,
+    AGE_MIDDLES_S,
+    AGE_WIDTHS_S,
+    CLASS_COUNT,
+    HINT_COUNT,
+    HISTORY_COUNT,
+    REPLY_COUNT,
+)
+
+Table = NDArray[np.float64]
+
+PRIOR_HAZARD = 0.3
+"""The prior hazard at age a is PRIOR_HAZARD / (a + 5 s): falling, so that the order is LRU's."""
+SHRINK_BLOCKS = 200.0
+"""Weight of the coarser class, in blocks: reuses come in runs, so this is some ten independent reuses."""
+SMOOTHING_PASSES = 2
+"""Passes of (1/4, 1/2, 1/4) over neighbouring ages."""
+REBUILD_SHARE = 0.03
+"""The index is rebuilt when this part of the evidence is new."""
+_WINDOWS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16), (32, 16), (32, 32))
+"""Window lengths in buckets, each as the sum of two that come before: 1, then 2, 3, 4, 6, 8, ... 64."""
+
+
+class HazardTable:
+    """See the module. `index` is V, flat: class x AGE_BUCKET_COUNT + age bucket, per second."""
+
+    def __init__(self) -> None:
+        self._reuses: Table = np.zeros((CLASS_COUNT, AGE_BUCKET_COUNT))
+        self._exposure_s: Table = np.zeros((CLASS_COUNT, AGE_BUCKET_COUNT))
+        self._flat_reuses = self._reuses.ravel()
+        self._flat_exposure = self._exposure_s.ravel()
+        self._seen = 0.0
+        self._new = 0.0
+        self.index: Table = np.zeros(CLASS_COUNT * AGE_BUCKET_COUNT)
+        self.rebuild(1.0)
+
+    def observe_reuses(self, classes: NDArray[np.intp], buckets: NDArray[np.intp]) -> None:
+        """Counts one reuse of a block for each class and age bucket, which may repeat."""
+        np.add.at(self._flat_reuses, classes * AGE_BUCKET_COUNT + buckets, 1.0)
+        self._new += len(classes)
+
+    def observe_exposure(self, classes: NDArray[np.intp], buckets: NDArray[np.intp], seconds: Table) -> None:
+        """Adds the time that blocks of these classes and ages have waited, in seconds each."""
+        np.add.at(self._flat_exposure, classes * AGE_BUCKET_COUNT + buckets, seconds)
+
+    def decay(self, factor: float) -> None:
+        """Lets old evidence fade, so that the table follows the workload."""
+        self._reuses *= factor
+        self._exposure_s *= factor
+        self._seen *= factor
+
+    def needs_rebuild(self) -> bool:
+        """Whether enough is new."""
+        return self._new > REBUILD_SHARE * self._seen
+
+    def rebuild(self, sampling_rate: float) -> None:
+        """Computes `index` from the evidence.
+
+        Args:
+            sampling_rate: part of all blocks that is watched; SHRINK_BLOCKS counts all.
+        """
+        self._seen += self._new
+        self._new = 0.0
+        index = _index_of(_hazards(self._reuses, self._exposure_s, SHRINK_BLOCKS * sampling_rate))
+        self.index[:] = index.ravel()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tables."""
+        return self._reuses.nbytes + self._exposure_s.nbytes + self.index.nbytes
+
+
+def _hazards(reuses: Table, exposure_s: Table, weight: float) -> Table:
+    """Shrunk hazards per second, shape (CLASS_COUNT, ages).
+
+    Levels: the class; then reused-or-not and the reply's end (running apart); then all.
+    """
+    shape = (HISTORY_COUNT // 2, 2, REPLY_COUNT // HINT_COUNT, HINT_COUNT, AGE_BUCKET_COUNT)
+    reuses, exposure_s = _smooth(reuses).reshape(shape), _smooth(exposure_s).reshape(shape)
+    by_end_r, by_end_e = reuses.sum(axis=0, keepdims=True), exposure_s.sum(axis=0, keepdims=True)
+    known_r = by_end_r[:, :, 1:].sum(axis=2, keepdims=True)
+    known_e = by_end_e[:, :, 1:].sum(axis=2, keepdims=True)
+    prior = PRIOR_HAZARD / (AGE_MIDDLES_S + 5.0)
+    running_r = by_end_r[:, :, :1].sum(axis=3, keepdims=True)
+    running_e = by_end_e[:, :, :1].sum(axis=3, keepdims=True)
+    # Running counts every block once, whatever its reply turns out to be.
+    overall = _shrink(
+        running_r.sum(axis=1, keepdims=True), running_e.sum(axis=1, keepdims=True), prior, weight
+    )
+    hazards = np.empty(shape)
+    running = _shrink(running_r, running_e, overall, weight)
+    hazards[:, :, :1] = _shrink(reuses[:, :, :1], exposure_s[:, :, :1], running, weight)
+    known = _shrink(known_r, known_e, overall, weight)
+    hazards[:, :, 1:] = _shrink(reuses[:, :, 1:], exposure_s[:, :, 1:], known, weight)
+    return hazards.reshape(CLASS_COUNT, AGE_BUCKET_COUNT)
+
+
+def _shrink(reuses: Table, exposure_s: Table, coarser: Table, weight: float) -> Table:
+    return (reuses + weight) / (exposure_s + weight / coarser)
+
+
+def _smooth(table: Table) -> Table:
+    for _ in range(SMOOTHING_PASSES):
+        wide = np.pad(table, ((0, 0), (1, 1)), mode="edge")
+        table = 0.25 * wide[:, :-2] + 0.5 * wide[:, 1:-1] + 0.25 * wide[:, 2:]
+    return table
+
+
+def _index_of(hazards: Table) -> Table:
+    """V from hazards, same shape.
+
+    Over a window the reuses gained, the seconds spent and the part that survives
+    compose: a long window is two short ones in a row, the second weighed by what
+    survives the first. The stopping time is sought among window lengths that grow
+    by about a half.
+    """
+    survival = np.exp(-hazards * AGE_WIDTHS_S)
+    gained = 1.0 - survival
+    spent = gained / hazards
+    windows = {1: (gained, spent, survival)}
+    best = gained / spent
+    for first, second in _WINDOWS:
+        gain_1, spent_1, survival_1 = windows[first]
+        gain_2, spent_2, survival_2 = (_shift(part, first) for part in windows[second])
+        gain, cost = gain_1 + survival_1 * gain_2, spent_1 + survival_1 * spent_2
+        windows[first + second] = (gain, cost, survival_1 * survival_2)
+        np.maximum(best, gain / cost, out=best)
+    return best
+
+
+def _shift(table: Table, count: int) -> Table:
+    """The table as seen `count` ages later; nothing happens beyond the last age."""
+    shifted = np.zeros_like(table)
+    if count < AGE_BUCKET_COUNT:
+        shifted[:, : AGE_BUCKET_COUNT - count] = table[:, count:]
+    return shifted

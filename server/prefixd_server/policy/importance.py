@@ -1,0 +1,291 @@
+"""The default policy: keep what is expected to be reused soonest, as learned from the workload.
+
+    importance(b) = V_k(age) x delta_T(b)      per byte and second; blocks of a pool are of one size
+
+V is the reuse index (hazard.py). Without a cost model delta_T is the same for
+all blocks: what is kept saves the most tokens; with one it grows with position,
+and what is kept saves the most time (POLICY.md C3, D3).
+
+How it is told of the workload, once per request:
+    access = policy.on_access(...)      when the request starts
+    tree.classify(nodes, ...)           with the access's history bytes, by the caller
+    policy.on_finish(access, ...)       when the reply has ended; the caller classifies again
+A request that never ends may be forgotten by the caller; nothing is owed.
+
+Not here: when and how much is evicted (the caller), what may not go (the view).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import Hashes, StopReason
+from prefixd_server.base.views import Nodes, TierView
+from prefixd_server.policy.admission import ceiling_for
+from prefixd_server.policy.hazard import HazardTable
+from prefixd_server.policy.policy import Victims
+from prefixd_server.policy.signals import (
+    AGE_BUCKET_COUNT,
+    REPLY_COUNT,
+    RUNNING,
+    age_bucket,
+    age_buckets,
+    describe,
+    gap_code,
+    history_byte,
+    reply_byte,
+)
+from prefixd_server.policy.tracker import HORIZON_MIN_S, ReuseTracker, Watched
+
+DECAY = 0.99
+DECAY_PERIOD_MIN_S = 30.0
+DECAY_PERIOD_OF_RESIDENCE = 0.25
+"""Evidence fades by DECAY each quarter of the mean residence, but not more often than the minimum."""
+HUB_FANOUT_MIN = 4
+"""A block with this many children is a shared prompt: what follows is a new conversation."""
+SCAN_COUNT_MAX = 1024
+"""Up to this many leaves all are compared; beyond it a sample is."""
+SAMPLE_COUNT = 256
+TAKEN_PER_SAMPLE = 4
+HORIZON_OF_RESIDENCE = 4.0
+RESIDENCE_SMOOTHING = 0.01
+NEVER = float("inf")
+
+Weight = Callable[[TierView, Nodes], NDArray[np.float64]]
+"""delta_T of the deepest block of each node, in any one unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One request as the policy saw it.
+
+    history_new, history_again: history bytes for blocks used for the first time, and again.
+    returned_count: the run's leading blocks that were used before, kept or not.
+    """
+
+    history_new: int
+    history_again: int
+    returned_count: int
+    watched: Watched
+
+
+class ImportancePolicy:
+    """See the module.
+
+    Args:
+        weight: delta_T, where it differs between blocks of a pool.
+    """
+
+    name = "importance"
+
+    def __init__(self, weight: Weight | None = None) -> None:
+        self._weight = weight
+        self.hazards = HazardTable()
+        self.tracker = ReuseTracker(self.hazards)
+        self._decayed_at: float | None = None
+        self._residence_s = 0.0
+
+    # -- learning ------------------------------------------------------------------------------
+
+    def on_access(
+        self,
+        hashes: Hashes,
+        hit_count: int,
+        hit_idle_s: float,
+        hit_fanout: int,
+        now: float,
+        rng: np.random.Generator,
+    ) -> Access:
+        """A request starts.
+
+        Args:
+            hashes: of its whole run, from the first block on.
+            hit_count: leading blocks that are kept.
+            hit_idle_s: time since the last of those was used; any value when there is none.
+            hit_fanout: children of that block, one that this request adds included.
+        """
+        self._advance(now, rng)
+        watched = self.tracker.find(hashes, now)
+        deepest = self.tracker.last_use_of_deepest(watched)
+        returned = hit_count
+        gap: float | None = None
+        if deepest is not None and deepest[0] >= hit_count:
+            returned = deepest[0] + 1
+            gap = now - deepest[1]
+        elif hit_count and hit_fanout < HUB_FANOUT_MIN:
+            gap = hit_idle_s
+        code = gap_code(gap)
+        access = Access(history_byte(code, reused=False), history_byte(code, reused=True), returned, watched)
+        self.tracker.used(watched, access.history_new * REPLY_COUNT, access.history_again * REPLY_COUNT)
+        return access
+
+    def on_finish(self, access: Access, output_token_count: int, stop: StopReason) -> int:
+        """The reply of that request has ended. The reply byte for nodes not used since."""
+        reply = reply_byte(output_token_count, stop)
+        self.tracker.finished(access.watched, reply)
+        return reply
+
+    def _advance(self, now: float, rng: np.random.Generator) -> None:
+        """Measures, fades and rebuilds when it is time."""
+        self.tracker.expose(now, rng)
+        if self._decayed_at is None:
+            self._decayed_at = now
+        if now - self._decayed_at < max(DECAY_PERIOD_MIN_S, DECAY_PERIOD_OF_RESIDENCE * self._residence_s):
+            return
+        self._decayed_at = now
+        self.hazards.decay(DECAY)
+        self.tracker.horizon_s = max(HORIZON_MIN_S, HORIZON_OF_RESIDENCE * self._residence_s)
+        if self.hazards.needs_rebuild():
+            self.hazards.rebuild(self.tracker.rate)
+
+    # -- choosing ------------------------------------------------------------------------------
+
+    def victims(self, view: TierView, block_count: int, now: float, rng: np.random.Generator) -> Victims:
+        """See Policy."""
+        return self.victims_below(view, block_count, NEVER, now, rng)
+
+    def victims_for(
+        self, view: TierView, block_count: int, history: int, now: float, rng: np.random.Generator
+    ) -> Victims:
+        """Victims that are worth less than new blocks of this history: admission and eviction in one.
+
+        The caller stores as many new blocks as it has free slots and victims, the first of the run first.
+        """
+        ceiling = ceiling_for(self._index_at(history, RUNNING, 0.0))
+        return self.victims_below(view, block_count, ceiling, now, rng)
+
+    def victims_below(
+        self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
+    ) -> Victims:
+        """The least important leaves, up to `block_count` blocks, all of an importance below `ceiling`."""
+        choice = _Choice(view, block_count)
+        while choice.left > 0 and view.leaf_count > 0:
+            nodes, scores, uses, complete = self._candidates(view, choice.met, now, rng)
+            limit = len(nodes) if complete else TAKEN_PER_SAMPLE
+            before = len(choice.met)
+            stopped = self._take(choice, nodes, scores, uses, limit, ceiling, now)
+            if complete or stopped or len(choice.met) == before:
+                break
+        if choice.victims:
+            idle = now - float(view.last_use[choice.victims[0][0]])
+            self._residence_s += RESIDENCE_SMOOTHING * (idle - self._residence_s)
+        return choice.victims
+
+    def _candidates(
+        self, view: TierView, met: set[int], now: float, rng: np.random.Generator
+    ) -> tuple[list[int], list[float], list[float], bool]:
+        """Leaves from the least important on: nodes, importance, last use; and whether these are all."""
+        nodes = view.leaves()
+        complete = len(nodes) <= SCAN_COUNT_MAX
+        if not complete:
+            nodes = np.unique(nodes[rng.integers(0, len(nodes), SAMPLE_COUNT)])
+            nodes = np.array([node for node in nodes.tolist() if node not in met], dtype=np.int32)
+        uses = view.last_use.take(nodes)
+        scores = self._scores(view, nodes, uses, now)
+        order = np.lexsort((uses, scores))
+        return nodes[order].tolist(), scores[order].tolist(), uses[order].tolist(), complete
+
+    def _take(
+        self,
+        choice: _Choice,
+        nodes: list[int],
+        scores: list[float],
+        uses: list[float],
+        limit: int,
+        ceiling: float,
+        now: float,
+    ) -> bool:
+        """Takes up to `limit` sorted leaves, and what becomes a leaf by it; whether the ceiling is met."""
+        following: list[tuple[float, float, int]] = []
+        taken = at = 0
+        while choice.left > 0 and (at < len(nodes) or following):
+            if following and (at == len(nodes) or following[0] < (scores[at], uses[at], nodes[at])):
+                score, _, node = heapq.heappop(following)
+            else:
+                if taken == limit:
+                    break
+                score, node = scores[at], nodes[at]
+                at += 1
+                taken += 1
+            if score >= ceiling:
+                return True
+            above = choice.take(node)
+            if above >= 0:
+                used = float(choice.view.last_use[above])
+                heapq.heappush(following, (self._score(choice.view, above, now - used), used, above))
+        return False
+
+    # -- scores --------------------------------------------------------------------------------
+
+    def _scores(
+        self, view: TierView, nodes: Nodes, uses: NDArray[np.float64], now: float
+    ) -> NDArray[np.float64]:
+        classes = view.gap_class.take(nodes).astype(np.intp) * REPLY_COUNT
+        classes += view.output_class.take(nodes)
+        classes *= AGE_BUCKET_COUNT
+        classes += age_buckets(now - uses)
+        index = self.hazards.index.take(classes)
+        return index if self._weight is None else index * self._weight(view, nodes)
+
+    def _score(self, view: TierView, node: int, idle_s: float) -> float:
+        index = self._index_at(int(view.gap_class[node]), int(view.output_class[node]), idle_s)
+        if self._weight is None:
+            return index
+        return index * float(self._weight(view, np.array([node], dtype=np.int32))[0])
+
+    def _index_at(self, history: int, reply: int, idle_s: float) -> float:
+        place = (history * REPLY_COUNT + reply) * AGE_BUCKET_COUNT + age_bucket(idle_s)
+        return float(self.hazards.index[place])
+
+    def explain(self, view: TierView, node: int, now: float) -> dict[str, str]:
+        """The signals of a node and what it is worth, for people."""
+        history, reply = int(view.gap_class[node]), int(view.output_class[node])
+        idle = now - float(view.last_use[node])
+        return describe(history, reply) | {
+            "idle": f"{idle:.1f} s",
+            "reuse index": f"{self._index_at(history, reply, idle):.3g} reuses per second kept",
+            "importance": f"{self._score(view, node, idle):.3g}",
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is learned; of a fixed size."""
+        return self.hazards.nbytes + self.tracker.nbytes
+
+
+class _Choice:
+    """Victims as they are chosen, and what that makes of the nodes above them."""
+
+    def __init__(self, view: TierView, block_count: int) -> None:
+        self.view = view
+        self.left = block_count
+        self.victims: Victims = []
+        self.met: set[int] = set()
+        self._gone_kids: dict[int, int] = {}
+
+    def take(self, node: int) -> int:
+        """Takes what may go of a leaf; the node above when it is a leaf then, else -1."""
+        view = self.view
+        self.met.add(node)
+        going = view.evictable(node, self.left)
+        if going == 0:
+            return -1
+        self.victims.append((node, going))
+        self.left -= going
+        if going < int(view.copies[node]):
+            return -1
+        while True:
+            node = int(view.parent[node])
+            if node < 0:
+                return -1
+            gone = self._gone_kids.get(node, 0) + 1
+            self._gone_kids[node] = gone
+            if gone < int(view.kids[node]):
+                return -1
+            if view.copies[node]:
+                return node

@@ -1,0 +1,42 @@
+"""What a policy is that learns from the requests, beyond choosing victims.
+
+The order of calls per request stands in importance.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from prefixd_server.base.types import Hashes, StopReason
+from prefixd_server.base.views import TierView
+from prefixd_server.policy.importance import Access
+from prefixd_server.policy.policy import Policy, Victims
+
+
+@runtime_checkable
+class LearningPolicy(Policy, Protocol):
+    """See the module; importance.ImportancePolicy tells what each call means."""
+
+    def on_access(
+        self,
+        hashes: Hashes,
+        hit_count: int,
+        hit_idle_s: float,
+        hit_fanout: int,
+        now: float,
+        rng: np.random.Generator,
+    ) -> Access:
+        """A request starts."""
+        ...
+
+    def on_finish(self, access: Access, output_token_count: int, stop: StopReason) -> int:
+        """Its reply has ended."""
+        ...
+
+    def victims_for(
+        self, view: TierView, block_count: int, history: int, now: float, rng: np.random.Generator
+    ) -> Victims:
+        """Victims that are worth less than new blocks."""
+        ...

@@ -1,0 +1,170 @@
+"""A watched sample of blocks: when each was last used, and in which class it waits since.
+
+Blocks are chosen by their prefix hash, whether or not a copy is kept anywhere,
+so what is learned does not depend on what the cache keeps: blocks that were
+evicted are watched like the others. The table is of a fixed size; the sampling
+rate gives way when the workload is larger than it.
+
+A hash that collides overwrites: the older block leaves the sample, both in its
+reuses and in its exposure, which biases nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import Hashes
+from prefixd_server.policy.hazard import HazardTable
+from prefixd_server.policy.signals import REPLY_COUNT, age_buckets
+
+SLOT_COUNT = 1 << 16
+"""Places for watched blocks, 18 bytes each."""
+RATE_START = 0.25
+RATE_MIN = 2.0**-20
+FILL_MAX = 0.7
+"""At this fill what is older than the horizon is forgotten, and the rate halved when that is too little."""
+HORIZON_MIN_S = 3600.0
+EXPOSURE_SAMPLE_COUNT = 256
+"""Places looked at to measure exposure, each time."""
+EXPOSURE_PERIOD_S = 1.0
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_SLOT_MASK = np.uint64(SLOT_COUNT - 1)
+
+
+@dataclass(slots=True)
+class Watched:
+    """The watched blocks of one request, so that its end can be booked on them.
+
+    index: positions in the run; slots, keys: their places and keys in the table.
+    """
+
+    index: NDArray[np.intp]
+    slots: NDArray[np.intp]
+    keys: NDArray[np.uint64]
+    known: NDArray[np.bool_]
+    used_at: float
+
+
+class ReuseTracker:
+    """See the module. Feeds the hazard table."""
+
+    def __init__(self, hazards: HazardTable) -> None:
+        self._hazards = hazards
+        self._key: NDArray[np.uint64] = np.zeros(SLOT_COUNT, dtype=np.uint64)
+        self._last_use: NDArray[np.float64] = np.zeros(SLOT_COUNT)
+        self._class: NDArray[np.uint16] = np.zeros(SLOT_COUNT, dtype=np.uint16)
+        self._count = 0
+        self.horizon_s = HORIZON_MIN_S
+        """Blocks that were not used for longer are forgotten when the table is full."""
+        self._exposed_at: float | None = None
+        self._set_rate(RATE_START)
+
+    def _set_rate(self, rate: float) -> None:
+        self.rate = rate
+        self._threshold = np.uint64(int(rate * 2.0**63) * 2)
+
+    def find(self, hashes: Hashes, now: float) -> Watched:
+        """The watched blocks of a run, and which of them were used before.
+
+        Args:
+            hashes: shape (blocks, 4), from the run's first block on.
+        """
+        mixed = hashes[:, 0] * _ODD
+        index = np.flatnonzero(mixed < self._threshold)
+        keys = mixed.take(index)
+        slots = (keys & _SLOT_MASK).astype(np.intp)
+        return Watched(index, slots, keys, self._key.take(slots) == keys, now)
+
+    def last_use_of_deepest(self, watched: Watched) -> tuple[int, float] | None:
+        """Position in the run and last use of the deepest block that was used before."""
+        known = watched.known.nonzero()[0]
+        if len(known) == 0:
+            return None
+        deepest = int(known[-1])
+        return int(watched.index[deepest]), float(self._last_use[watched.slots[deepest]])
+
+    def used(self, watched: Watched, class_new: int, class_again: int) -> None:
+        """Books a use of the run: reuses of the known blocks, then all of them wait in a new class.
+
+        Args:
+            class_new, class_again: for blocks used for the first time, and used again.
+        """
+        known, slots = watched.known, watched.slots
+        if len(slots) == 0:
+            return
+        self._count += len(slots)
+        again = slots[known]
+        if len(again):
+            self._count -= len(again)
+            classes = self._class.take(again).astype(np.intp)
+            running, told = _running(classes)
+            buckets = age_buckets(watched.used_at - self._last_use.take(again))
+            self._hazards.observe_reuses(running, buckets)
+            self._hazards.observe_reuses(classes[told], buckets[told])
+        self._key[slots] = watched.keys
+        self._last_use[slots] = watched.used_at
+        self._class[slots] = np.where(known, class_again, class_new)
+        if self._count > FILL_MAX * SLOT_COUNT:
+            self._make_room()
+
+    def finished(self, watched: Watched, reply: int) -> None:
+        """The reply that followed this use has ended: its blocks change class, unless used again since."""
+        slots = watched.slots
+        if len(slots) == 0:
+            return
+        same = self._key.take(slots) == watched.keys
+        same &= self._last_use.take(slots) == watched.used_at
+        slots = slots[same]
+        self._class[slots] = self._class.take(slots) // REPLY_COUNT * REPLY_COUNT + reply
+
+    def expose(self, now: float, rng: np.random.Generator) -> None:
+        """Measures exposure on a sample of the table, for the time since the last measurement."""
+        if self._exposed_at is None:
+            self._exposed_at = now
+        elapsed = now - self._exposed_at
+        if elapsed < EXPOSURE_PERIOD_S:
+            return
+        self._exposed_at = now
+        slots = rng.integers(0, SLOT_COUNT, EXPOSURE_SAMPLE_COUNT)
+        slots = slots[self._key.take(slots) != 0]
+        if len(slots) == 0:
+            return
+        ages = now - self._last_use.take(slots)
+        waited = np.minimum(ages, elapsed)
+        classes = self._class.take(slots).astype(np.intp)
+        running, told = _running(classes)
+        buckets = age_buckets(ages - waited / 2)
+        seconds = waited * (SLOT_COUNT / EXPOSURE_SAMPLE_COUNT)
+        self._hazards.observe_exposure(running, buckets, seconds)
+        self._hazards.observe_exposure(classes[told], buckets[told], seconds[told])
+
+    def _make_room(self) -> None:
+        """Forgets what is older than the horizon, or watches fewer blocks where that does not help."""
+        live = np.flatnonzero(self._key)
+        old = live[self._last_use.take(live) < self._last_use.max() - self.horizon_s]
+        self._key[old] = 0
+        self._count = len(live) - len(old)
+        if self._count <= FILL_MAX * FILL_MAX * SLOT_COUNT or self.rate <= RATE_MIN:
+            return
+        self._set_rate(self.rate / 2)
+        self._hazards.decay(0.5)
+        self._key[live[self._key.take(live) >= self._threshold]] = 0
+        self._count = int(np.count_nonzero(self._key))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self._key.nbytes + self._last_use.nbytes + self._class.nbytes
+
+
+def _running(classes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Each class as it was while the reply ran, and the places of those that know more.
+
+    Every block counts for the former too: what a block is worth before its reply
+    has ended is an average over all ends.
+    """
+    running = classes // REPLY_COUNT * REPLY_COUNT
+    return running, np.flatnonzero(running != classes)
