@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -150,6 +151,24 @@ async def test_commits_under_way_fail_when_the_index_dies(tmp_path: Path) -> Non
         assert [type(result) for result in results] == 3 * [IndexUnavailable]
         await index.ready()
         await index.commit(puts=run_records(5))
+
+
+async def test_a_write_that_the_disk_refuses_is_a_fault_and_the_index_is_opened_again(tmp_path: Path) -> None:
+    records = run_records(2000)
+    async with running(tmp_path) as index:
+        await index.commit(puts=records[:1000])
+        former = index.pid
+        assert former is not None
+        # A file may not grow any more: what a full disk is to one process alone.
+        resource.prlimit(former, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        error = await unavailable(lambda: index.commit(puts=records[1000:]))
+        assert "too large" in str(error)
+        while index.pid in {former, None}:
+            await asyncio.sleep(0.001)
+        await index.ready()
+        assert {row.tobytes() for row in records[:1000]} <= {row.tobytes() for row in await loaded(index)}
+        await index.commit(puts=records)
+        assert same(await loaded(index), records)
 
 
 async def test_an_index_that_does_not_answer_is_replaced(tmp_path: Path) -> None:

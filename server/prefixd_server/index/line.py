@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -101,8 +103,10 @@ class Line:
 
         It has no gentler end: what it answered for is durable, the rest is nobody's.
         """
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        # Not Process.kill(): it may reap a process that has just ended, behind the back of who waits for it.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()

@@ -299,6 +299,7 @@ class Index:
     async def _pump(self, line: Line) -> None:
         """Sends group after group, one under way at a time."""
         group: Group | None = None
+        fault: Exception = IndexUnavailable("the index failed with this commit under way")
         try:
             while True:
                 await self._work.wait()
@@ -313,11 +314,11 @@ class Index:
                 self.counters.records += group.record_count
                 group = None
         except IndexUnavailable as error:
+            fault = error
             self._break(error)
         finally:
             if group is not None:
-                unknown = IndexUnavailable("the index failed with this commit under way")
-                fail([ticket for ticket, _ in group.shares], unknown)
+                fail([ticket for ticket, _ in group.shares], fault)
 
     async def _watch(self, line: Line) -> None:
         """Notices that the process is gone, also while nobody asks it anything."""
