@@ -105,5 +105,25 @@ def test_moved_blocks_keep_their_bytes(engine: MakeEngine, node: Node) -> None:
     assert node.cache.state.catalog.slots[Tier.DRAM].check() == []
 
 
+def test_a_damaged_block_is_forgotten_and_its_neighbours_are_moved(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    loved = fill(one)[-8:]
+    for hashes in loved:
+        answer = one.acquire(hashes)
+        assert answer.lease is not None
+        (part,) = answer.shard_extents
+        extent = next(e for e in part.extents if e.first_block <= 1 < e.first_block + e.block_count)
+        node.view(extent, 1 - extent.first_block, 65_536)[:8] = b"scribble"
+        node.run(node.cache.release("red", one.session.session_id, [release_of(answer.lease.token)]))
+    assert admitted(node, engine(what=spec("large", block_bytes=1 << 20)), chain("big"))
+    # What was moved was verified: the damaged block and those behind it are gone, the first is not.
+    assert set(map(one.hits, loved)) <= {1, len(loved[0])}
+    moved = [hashes for hashes in loved if one.hits(hashes) == 1]
+    assert moved
+    for hashes in moved:
+        ((data, _),) = read_blocks(node, one.acquire(hashes).shard_extents[0].extents, 65_536)
+        assert data == block_data(hashes[0], 0, 65_536)
+
+
 def release_of(token: bytes) -> LeaseRelease:
     return LeaseRelease(token)

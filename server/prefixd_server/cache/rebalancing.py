@@ -9,11 +9,13 @@ One segment is under way at a time.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, Rows, Slots, SlotState, Tier
+from prefixd_server.base.types import Rows, Slots, SlotState, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import SegmentsRetiredNotice, Sessions
 from prefixd_server.cache.state import State
@@ -24,8 +26,11 @@ from prefixd_server.catalog.events import (
     CopyAbandoned,
     CopyReplaced,
 )
+from prefixd_server.catalog.freeruns import run_edges
 from prefixd_server.media.movers import CopyJob, RenewJob
 
+COPY_BLOCK_COUNT_MAX = 64
+"""Blocks in one job: a block each would cost the loop more than the copies."""
 SEGMENT_SAMPLE_COUNT_MAX = 64
 """Segments of a donor that are looked at before one is chosen."""
 STEAL_AGE_FACTOR = 2.0
@@ -199,48 +204,52 @@ class Rebalancing:
         order = np.argsort(old)
         rows, old = rows[order], old[order]
         self._state.apply(CopiesLeased(Tier.DRAM, old))
+        done = 0
         try:
-            for row, source, target in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True):
-                good = await self._copy(row, source, target)
-                one_old, one_new = _one(source), _one(target)
-                moved = good and int(table.row[source]) == row
-                self._state.apply(CopiesReleased(Tier.DRAM, one_old))
-                old = old[1:]
-                if moved:
-                    self._state.apply(CopyReplaced(Tier.DRAM, np.array([row], np.int32), one_old, one_new))
-                else:
-                    self._state.apply(CopyAbandoned(Tier.DRAM, one_new))
-                new = new[1:]
+            for first, last in self._pieces(rows, old, new):
+                sources, targets, moved = old[first:last], new[first:last], rows[first:last]
+                good = await self._copy(moved, sources, targets)
+                good &= table.row[sources] == moved
+                done = last
+                self._state.apply(CopiesReleased(Tier.DRAM, sources))
+                if good.any():
+                    self._state.apply(CopyReplaced(Tier.DRAM, moved[good], sources[good], targets[good]))
+                if not good.all():
+                    self._state.apply(CopyAbandoned(Tier.DRAM, targets[~good]))
         finally:
-            if len(old):
-                self._state.apply(CopiesReleased(Tier.DRAM, old))
-            if len(new):
-                self._state.apply(CopyAbandoned(Tier.DRAM, new))
+            if done < len(old):
+                self._state.apply(CopiesReleased(Tier.DRAM, old[done:]))
+                self._state.apply(CopyAbandoned(Tier.DRAM, new[done:]))
 
-    async def _copy(self, row: int, source: int, target: int) -> bool:
-        """One block from slot to slot, on a mover; whether the copy is verified."""
+    def _pieces(self, rows: Rows, old: Slots, new: Slots) -> list[tuple[int, int]]:
+        """(first, end) of what one job can copy: blocks of one space, side by side before and after."""
+        catalog = self._state.catalog
+        stride = catalog.slots[Tier.DRAM].stride
+        spaces = np.flatnonzero(np.diff(catalog.columns.space[rows])) + 1
+        every = range(0, len(rows), COPY_BLOCK_COUNT_MAX)
+        edges = sorted({*run_edges(old, stride), *run_edges(new, stride), *spaces.tolist(), *every})
+        return list(pairwise(edges))
+
+    async def _copy(self, rows: Rows, sources: Slots, targets: Slots) -> NDArray[np.bool_]:
+        """One piece from slots to slots, on a mover; which copies are verified."""
         catalog = self._state.catalog
         table = catalog.slots[Tier.DRAM]
-        namespace, _, group = catalog.namespaces.owner(int(catalog.columns.space[row]))
+        namespace, _, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
         spec = namespace.spec
-        (read,) = table.extents(_one(source), None)
-        (write,) = table.extents(_one(target), None)
+        (read,) = table.extents(sources, None)
+        (write,) = table.extents(targets, None)
         result = await self._state.movers.run(
             CopyJob(
                 source=self._state.dram,
-                source_segment_index=table.segment_of(source),
+                source_segment_index=table.segment_of(int(sources[0])),
                 source_offset_bytes=read.offset_bytes,
                 target=self._state.dram,
-                target_segment_index=table.segment_of(target),
+                target_segment_index=table.segment_of(int(targets[0])),
                 target_offset_bytes=write.offset_bytes,
                 stride_bytes=read.stride_bytes,
                 block_bytes=spec.kv_groups[group].block_bytes,
-                checksums=catalog.columns.checksum[row : row + 1].copy(),
+                checksums=catalog.columns.checksum[rows],
                 algorithm=spec.checksum_algorithm,
             )
         )
-        return row != NO_ROW and not bool(result.bad[0])
-
-
-def _one(slot: int) -> Slots:
-    return np.array([slot], dtype=np.uint32)
+        return ~result.bad
