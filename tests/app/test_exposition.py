@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from prefixd_server.app.exposition import Exposition
+from prefixd_server.base.accounts import Counters, Stats, TierStats
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.metrics import Metrics
-from prefixd_server.base.types import Counters, Stats, Tier, TierStats
+from prefixd_server.base.types import Tier
 from prometheus_client.parser import text_string_to_metric_families
 
 DRAM = TierStats(Tier.DRAM, 100, 80, 60, 5, 20, 10, 1, 2, 3, 4)

@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 from prefixd.v1 import cache_service_pb2 as wire
+from prefixd_server.base.accounts import Counters, Stats
 from prefixd_server.base.errors import NotFound
 from prefixd_server.base.logs import route_to_standard_library
 from prefixd_server.base.metrics import Metrics
-from prefixd_server.base.types import Counters, Stats
 from prefixd_server.rpc.handlers import MESSAGE_BYTES_MAX, TRANSPORT_BYTES_MAX, service_handler, snake_case
 
 from tests.support.wire import Refusal, raw_call, refusal_of, short_directory

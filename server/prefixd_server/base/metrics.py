@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from prefixd_server.base.types import Stats, Tier, TierStats
+from prefixd_server.base.accounts import Stats, TierStats
+from prefixd_server.base.types import Tier
 
 RPC_BUCKETS_S = (
     *(0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.007),

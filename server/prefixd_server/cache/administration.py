@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixd_server.base.types import (
-    NO_ROW,
-    NO_SLOT,
+from prefixd_server.base.accounts import (
     BlockInfo,
     CopyInfo,
     Counters,
-    Hashes,
     LeaseInfo,
-    LeaseKind,
     NamespaceInfo,
-    NamespaceRef,
-    SlotState,
     Stats,
-    Tier,
     TierStats,
 )
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier

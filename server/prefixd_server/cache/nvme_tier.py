@@ -15,14 +15,15 @@ from functools import partial
 import numpy as np
 import structlog
 
+from prefixd_server.base.accounts import TierStats
 from prefixd_server.base.errors import PrefixdError
-from prefixd_server.base.types import Slots, Tier, TierStats
+from prefixd_server.base.types import Slots, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
 from prefixd_server.cache.write_budget import WriteBudget
-from prefixd_server.catalog.catalog import Departure
 from prefixd_server.catalog.events import RecordsDeleted
 from prefixd_server.catalog.namespaces import Namespace
+from prefixd_server.catalog.reads import Departure
 from prefixd_server.index.line import IndexUnavailable
 from prefixd_server.index.process import Index
 from prefixd_server.index.records import (

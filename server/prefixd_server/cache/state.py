@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixd_server.base.accounts import Counters
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import Unavailable
-from prefixd_server.base.types import Counters, Tier
+from prefixd_server.base.types import Tier
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.leases import LeaseTable

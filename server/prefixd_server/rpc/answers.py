@@ -10,21 +10,17 @@ from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 
+from prefixd_server.base.accounts import BlockInfo, LeaseInfo, NamespaceInfo, Stats, TierStats
 from prefixd_server.base.types import (
     Acquired,
-    BlockInfo,
     DeclineReason,
     Extent,
     LeaseGrant,
-    LeaseInfo,
-    NamespaceInfo,
     NamespaceRef,
     Redeemed,
     Reserved,
     RunHits,
     ShardExtents,
-    Stats,
-    TierStats,
 )
 from prefixd_server.rpc.namespace_spec import spec_to_wire, wire_enum
 

@@ -1,0 +1,137 @@
+"""What the catalog can be asked: the parts it is made of, and questions about runs of rows.
+
+Reads only; catalog.py has the transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, Rows, Slots, SlotState, Tier
+from prefixd_server.catalog.columns import COMMITTED, PINNED, VISIBLE, BlockColumns
+from prefixd_server.catalog.journal import Journal
+from prefixd_server.catalog.keytable import KeyTable
+from prefixd_server.catalog.namespaces import Namespaces
+from prefixd_server.catalog.slots import SlotTable
+from prefixd_server.catalog.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Departure:
+    """Blocks whose durable copies were dropped: their index records must go before their slots are free."""
+
+    tier: Tier
+    spaces: NDArray[np.uint32]
+    keys: Hashes
+    slots: Slots
+
+
+class CatalogReads:
+    """The reading half of Catalog; see there."""
+
+    def __init__(
+        self,
+        tiers: Mapping[Tier, SlotTable],
+        block_count_max: int,
+        seed: int,
+        durable: frozenset[Tier] = frozenset(),
+    ) -> None:
+        self.durable = durable
+        self.departures: list[Departure] = []
+        """Durable copies dropped since somebody last took this list."""
+        self.columns = BlockColumns(block_count_max)
+        self.keys = KeyTable(self.columns, seed)
+        self.tree = PrefixTree(self.columns, block_count_max)
+        self.slots = dict(tiers)
+        self.namespaces = Namespaces()
+        self.journal = Journal()
+        self.block_count_max = block_count_max
+        self.waiting: dict[int, list[int]] = {}
+        """Committed rows whose parent is not visible yet, by parent row."""
+        self.waiting_count = 0
+
+    def find(self, space: int | None, hashes: Hashes) -> Rows:
+        """Rows of a run's blocks, NO_ROW where unknown. A None space knows nothing."""
+        if space is None:
+            return np.full(len(hashes), NO_ROW, dtype=np.int32)
+        return self.keys.find(space, hashes)
+
+    def slot_bytes_of_row(self, row: int) -> int:
+        """Bytes of a slot that a block of this row's kind takes."""
+        namespace, _, kv_group = self.namespaces.owner(int(self.columns.space[row]))
+        return namespace.spec.kv_groups[kv_group].slot_bytes
+
+    def visible(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows are known and visible; NO_ROW is not."""
+        seen: NDArray[np.bool_] = (rows >= 0) & ((self.columns.flags[rows] & VISIBLE) != 0)
+        return seen
+
+    def resident(self, tier: Tier, rows: Rows) -> NDArray[np.bool_]:
+        """Which known rows have a readable copy in `tier`."""
+        table = self.slots[tier]
+        slots = self.columns.slot[tier][rows]
+        held = slots != NO_SLOT
+        readable = np.zeros(len(rows), dtype=np.bool_)
+        readable[held] = table.state[slots[held]] == SlotState.RESIDENT
+        return readable
+
+    def held(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows must not be forgotten now: pinned, still being written, or leased in some tier."""
+        held: NDArray[np.bool_] = (self.columns.flags[rows] & (PINNED | COMMITTED)) != COMMITTED
+        for tier, table in self.slots.items():
+            slots = self.columns.slot[tier][rows]
+            with_copy = slots != NO_SLOT
+            held[with_copy] |= table.leases[slots[with_copy]] > (tier in self.durable)
+        return held
+
+    def evictable(self, tier: Tier) -> Callable[[int, int], int]:
+        """How many of a node's deepest copies may leave `tier` now (base/views.py, Evictable).
+
+        A copy may leave when it is visible, resident, unleased and unpinned, and
+        when no block would stay behind without its parent.
+        """
+        table = self.slots[tier]
+        unleased = int(tier in self.durable)
+        others = [
+            slot for other, slot in self.columns.slot.items() if other is not tier and other in self.slots
+        ]
+
+        def count(node: int, limit: int) -> int:
+            rows = self.tree.tail_rows(tier, node, limit)
+            if len(rows) == 0:
+                return 0
+            slots = self.columns.slot[tier][rows]
+            free_to_go = table.state[slots] == SlotState.RESIDENT
+            free_to_go &= table.leases[slots] == unleased
+            free_to_go &= (self.columns.flags[rows] & (VISIBLE | PINNED)) == VISIBLE
+            kept_elsewhere = np.zeros(len(rows), dtype=np.bool_)
+            for slot in others:
+                kept_elsewhere |= slot[rows] != NO_SLOT
+            childless = np.empty(len(rows), dtype=np.bool_)
+            childless[0] = self.tree.ends_with(tier, int(rows[0]))
+            childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent[rows[:-1]] == rows[1:])
+            free_to_go &= kept_elsewhere | childless
+            stop = int(free_to_go.argmin())
+            return len(rows) if free_to_go[stop] else stop
+
+        return count
+
+    def story(self, space: int, key: Hashes, now: float) -> tuple[str, ...]:
+        """What is remembered of one block, oldest first."""
+        return self.journal.story(space, key, now)
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of all structures in use."""
+        tables = sum(table.touched_bytes for table in self.slots.values())
+        return (
+            self.columns.touched_bytes
+            + self.keys.nbytes
+            + self.tree.touched_bytes
+            + tables
+            + self.journal.nbytes
+        )
