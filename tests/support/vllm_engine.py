@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import Any, TextIO
 
 
@@ -77,6 +78,39 @@ class Engine:
             core.step_fn()
         return {"settled": True}
 
+    def identity(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The engine's namespace, and the prefix hashes (hex) of a prompt."""
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+        from vllm.utils.hashing import sha256  # noqa: PLC0415 - as above
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415 - as above
+        from vllm.v1.request import Request  # noqa: PLC0415 - as above
+
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        hasher = get_request_block_hasher(scheduler.block_size, sha256)
+        request = Request(
+            "hashed", command["prompt"], SamplingParams(max_tokens=1), None, block_hasher=hasher
+        )
+        return {
+            "namespace": asdict(scheduler.connector._side.namespace),
+            "hashes": [bytes(key).hex() for key in request.block_hashes],
+        }
+
+    def preemptions(self, command: dict[str, Any]) -> dict[str, Any]:
+        """generate(), and how often requests were preempted meanwhile."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        counted = 0
+        preempt = scheduler._preempt_request
+
+        def count(*arguments: Any, **keywords: Any) -> None:
+            nonlocal counted
+            counted += 1
+            preempt(*arguments, **keywords)
+
+        scheduler._preempt_request = count
+        answer = self.generate(command)
+        scheduler._preempt_request = preempt
+        return {**answer, "preemptions": counted}
+
     def reset(self, _command: dict[str, Any]) -> dict[str, Any]:
         """What an operator calls after weights were updated in place."""
         return {"reset": self._llm.reset_prefix_cache(reset_connector=True)}
@@ -84,13 +118,10 @@ class Engine:
     def scale_weights(self, command: dict[str, Any]) -> dict[str, Any]:
         """Changes weights in place, as a trainer does."""
         factor = float(command["factor"])
-
-        def scale(model: Any) -> None:
-            for name, parameter in model.named_parameters():
-                if "qkv_proj" in name or "down_proj" in name:
-                    parameter.data.mul_(factor)
-
-        self._llm.apply_model(scale)
+        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+        for name, parameter in executor.driver_worker.worker.get_model().named_parameters():
+            if "layernorm" in name:
+                parameter.data.mul_(factor)
         return {"scaled": factor}
 
     def metrics(self, _command: dict[str, Any]) -> dict[str, Any]:
