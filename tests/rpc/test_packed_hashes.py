@@ -17,7 +17,7 @@ CARRIERS = [
     message
     for module in (admin_service_pb2, cache_service_pb2)
     for message in vars(module).values()
-    if isinstance(message, type) and "block_hashes" in message.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+    if isinstance(message, type) and "block_hashes" in message.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]  # messages are made at run time
 ]
 
 
