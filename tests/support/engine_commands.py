@@ -8,7 +8,6 @@ python -m tests.support.engine_commands SOCKET INSTANCE_ID OPTIONS_JSON
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import threading
@@ -44,7 +43,9 @@ class EngineCommands:
         self._write_run: list[bytes] = []
         self._write_name = ""
         self._read_run: list[bytes] = []
-        self._addresses: list[int] = []
+        self._read_block_bytes = 0
+        self._slots: list[memoryview] = []
+        """Of the write lease; the views keep the memory mapped, whatever becomes of the lease."""
         self._commit: Call[Committed] | None = None
         self._churn: Churn | None = None
 
@@ -121,8 +122,7 @@ class EngineCommands:
         namespace = self._namespaces[self._write_name]
         sources = [self._data(namespace, key) for key in self._write_run[:count]]
         self._commit = self._write.copy_in(sources, None)
-        extents, block_bytes = self._write._extents, namespace.spec.kv_groups[0].block_bytes
-        self._addresses = list(self._write._slots(extents, 0, len(self._write_run), block_bytes))
+        self._slots = self._slots_of(self._write, namespace.spec.kv_groups[0].block_bytes)
         return len(self._commit.request.checksums)
 
     def store(self, first: int, count: int) -> dict[str, int]:
@@ -134,10 +134,9 @@ class EngineCommands:
 
     def write_late(self) -> int:
         """Scribbles over every slot of the lease, whatever has become of it: no library does that."""
-        size = self._namespaces[self._write_name].spec.kv_groups[0].block_bytes
-        for address in self._addresses:
-            ctypes.memset(address, 0xEE, size)
-        return len(self._addresses)
+        for slot in self._slots:
+            slot[:] = b"\xee" * len(slot)
+        return len(self._slots)
 
     def commit_late(self) -> str:
         """Sends the remembered Commit, whatever has become of the lease; the reason of its refusal."""
@@ -158,6 +157,7 @@ class EngineCommands:
     def acquire(self, name: str, run: str, count: int, shards: Sequence[int] = (0,)) -> dict[str, Any]:
         """Takes a read lease and keeps it."""
         self._read_run = run_hashes(run, count)
+        self._read_block_bytes = self._namespaces[name].spec.kv_groups[0].block_bytes
         self._read = self._namespaces[name].acquire(self._read_run, shards=shards)
         if self._read is None:
             return {"hit": 0, "token": ""}
@@ -171,6 +171,7 @@ class EngineCommands:
     def redeem(self, name: str, run: str, count: int, token: str, shard: int) -> int:
         """Redeems one shard and keeps it; blocks that it holds, -1 when there is no such lease."""
         self._read_run = run_hashes(run, count)
+        self._read_block_bytes = self._namespaces[name].spec.kv_groups[0].block_bytes
         self._read = self._namespaces[name].redeem(bytes.fromhex(token), shard)
         return -1 if self._read is None else self._read.hit_count
 
@@ -185,8 +186,7 @@ class EngineCommands:
         """Loads blocks of the read lease; how many the library calls good, and how many truly are."""
         lease = self._read
         assert lease is not None
-        size = lease._spec.kv_groups[0].block_bytes
-        targets = [bytearray(size) for _ in range(count)]
+        targets = [bytearray(self._read_block_bytes) for _ in range(count)]
         good = lease.load(targets, shard, start=first)
         wanted = self._read_run[first : first + good]
         return {"good": good, "true": true_count(wanted, targets[:good], shard)}
@@ -288,6 +288,16 @@ class EngineCommands:
 
     def _data(self, namespace: Namespace, key: bytes, shard: int = 0) -> bytes:
         return block_data(key, shard, namespace.spec.kv_groups[0].block_bytes)
+
+    @staticmethod
+    def _slots_of(lease: WriteLease, block_bytes: int) -> list[memoryview]:
+        segments = lease.session.segments
+        assert segments is not None
+        return [
+            segments.view(extent.segment_id, extent.offset_bytes + index * extent.stride_bytes, block_bytes)
+            for extent in lease._extents
+            for index in range(extent.block_count)
+        ]
 
     def _refusal(self, method: str, request: Any) -> str:
         session = self._client.control.session
