@@ -13,6 +13,7 @@ request's run, the whole state is one count per future request.
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ def optimal_hits(trace: Trace, capacity_blocks: int) -> NDArray[np.int64]:
         # Never decreasing with depth, so equal ones are neighbours.
         edges = np.flatnonzero(uses[1:] != uses[:-1]) + 1
         bounds = [0, *edges.tolist(), len(uses)]
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in pairwise(bounds):
             if first == last or uses[first] == NEVER:
                 continue
             use = int(uses[first])

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zstandard
@@ -125,10 +125,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             packed = file.read(4) == b"\x28\xb5\x2f\xfd"
             file.seek(0)
-            source: io.RawIOBase | io.BufferedReader = file
-            if packed:
-                source = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).stream_reader(file)
-            for line in io.TextIOWrapper(source, encoding="utf-8"):
+            lines = io.TextIOWrapper(_unpacked(file) if packed else file, encoding="utf-8")
+            for line in lines:
                 number += 1
                 if not line.strip():
                     continue
@@ -140,6 +138,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise ConfigError("TRACE_UNREADABLE", f"{path}:{number + 1}: {error}", file=path) from error
+
+
+def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+    return io.BufferedReader(cast("io.RawIOBase", unpacker.stream_reader(file)))
 
 
 def _from_trace(path: Path, records: list[dict[str, Any]]) -> Trace:
