@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.types import Tier
 from prefixd_server.media.aligned import aligned_buffer
 from prefixd_server.media.nvme import NvmeMedium
@@ -114,6 +115,7 @@ def test_a_raised_generation_is_on_disk_before_it_is_known(
     assert medium.raise_generation(0, SLOT_BYTES) == before + 1
     assert int(medium.generations[0]) == before + 1
     assert files.calls[-2:] == [("write_at", segment_name(0)), ("sync_data", segment_name(0))]
+    medium.close()
     again = small_store(tmp_path)
     assert (again.generation(0), again.slot_bytes(0)) == (before + 1, SLOT_BYTES)
     again.close()
@@ -187,6 +189,14 @@ def test_bytes_outlive_the_medium(tmp_path: Path) -> None:
     assert second.report.kept == [0, 1]
     assert second.store_uuid == first.store_uuid
     second.close()
+
+
+def test_a_directory_has_one_owner(medium: NvmeMedium, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in use by another") as raised:
+        small_store(tmp_path)
+    assert raised.value.reason == "ALREADY_RUNNING"
+    medium.close()
+    small_store(tmp_path).close()
 
 
 def test_a_medium_is_closed_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ index record, visible; and raise_generation() before a segment's first reuse.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.files import Files, RealFiles
 from prefixd_server.base.types import SLOT_ALIGNMENT_BYTES, Tier
 from prefixd_server.media.aligned import aligned_buffer, is_aligned, round_up
+from prefixd_server.media.nvme_files import write_header
 from prefixd_server.media.nvme_format import HEADER_BYTES, INDEX_NAME, file_bytes
-from prefixd_server.media.nvme_store import StoreOpener, StoreReport, write_header
+from prefixd_server.media.nvme_store import StoreOpener, StoreReport
 
 SEGMENT_BYTES_DEFAULT = 256 << 20
 
@@ -57,6 +59,7 @@ class NvmeMedium:
         self.index_directory = directories[0].absolute() / INDEX_NAME
         opener = StoreOpener(self._files, directories, segment_bytes, segment_count)
         self._segments = opener.open()
+        self._locks = opener.locks
         self.report: StoreReport = opener.report
         self.generations: NDArray[np.uint64] = np.zeros(segment_count, dtype=np.uint64)
         """Generation of each segment by index; what an index record must carry to count. 0: absent."""
@@ -157,7 +160,9 @@ class NvmeMedium:
         """Closes the files. No call may be under way. Idempotent."""
         for file in self._segments.values():
             self._files.close(file.fd)
-        self._segments = {}
+        for lock in self._locks:
+            os.close(lock)
+        self._segments, self._locks = {}, []
 
     def _read(self, segment_index: int, offset_bytes: int, target: memoryview) -> None:
         fd, at = self._place(segment_index, offset_bytes, target.nbytes)

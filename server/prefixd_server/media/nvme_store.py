@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,13 @@ from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.files import Files, read_whole, write_whole
 from prefixd_server.base.logs import logger
 from prefixd_server.media.aligned import aligned_buffer
+from prefixd_server.media.nvme_files import (
+    allow_descriptors,
+    lock_directory,
+    open_direct,
+    refused,
+    write_header,
+)
 from prefixd_server.media.nvme_format import (
     GENERATION_BITS,
     HEADER_BYTES,
@@ -90,6 +96,8 @@ class StoreOpener:
         self._block = aligned_buffer(HEADER_BYTES)
         self._found: dict[int, SegmentFile] = {}
         self.report = StoreReport(b"")
+        self.locks: list[int] = []
+        """Descriptors that hold the directories; whoever takes the segments closes them, too."""
 
     def open(self) -> dict[int, SegmentFile]:
         """Open files by segment id. On failure none stays open.
@@ -98,8 +106,11 @@ class StoreOpener:
             ConfigError: a directory or file is foreign, or of a format not read here; names the remedy.
             OSError: the disk fails.
         """
-        _raise_descriptor_limit(self._segment_count + SPARE_DESCRIPTORS)
+        allow_descriptors(self._segment_count + SPARE_DESCRIPTORS)
         try:
+            for directory in self._directories:
+                self._files.make_directory(directory)
+                self.locks.append(lock_directory(directory))
             self.report.store_uuid = self._adopt_directories()
             for directory in self._directories:
                 self._scan(directory)
@@ -107,6 +118,8 @@ class StoreOpener:
         except BaseException:
             for file in self._found.values():
                 self._files.close(file.fd)
+            for lock in self.locks:
+                os.close(lock)
             raise
         if not self.report.direct:
             _log.warning(
@@ -122,7 +135,7 @@ class StoreOpener:
         markers = {directory: self._marker(directory) for directory in self._directories}
         uuids = {marker.store_uuid for marker in markers.values() if marker}
         if len(uuids) > 1:
-            raise _refused(
+            raise refused(
                 "NVME_STORES_MIXED",
                 "the directories belong to different stores: "
                 + ", ".join(f"{d} to {m.store_uuid.hex()}" for d, m in markers.items() if m),
@@ -136,12 +149,11 @@ class StoreOpener:
         return uuid
 
     def _marker(self, directory: Path) -> Marker | None:
-        self._files.make_directory(directory)
         names = self._files.names(directory)
         if MARKER_NAME not in names:
             strangers = sorted(set(names) - HARMLESS_NAMES)
             if strangers:
-                raise _refused(
+                raise refused(
                     "NVME_DIRECTORY_FOREIGN",
                     f"{directory} is not empty and has no {MARKER_NAME} (found {', '.join(strangers[:3])})",
                     "give an empty directory; prefixd does not touch what it did not make",
@@ -152,7 +164,7 @@ class StoreOpener:
         except VersionError as error:
             raise _wrong_version(directory / MARKER_NAME, error) from error
         except FormatError as error:
-            raise _refused(
+            raise refused(
                 "NVME_MARKER_DAMAGED",
                 f"{directory / MARKER_NAME}: {error}",
                 "restore the marker, or remove everything in the directory to start empty",
@@ -200,7 +212,7 @@ class StoreOpener:
         except FormatError:
             return None
         if header.store_uuid != self.report.store_uuid:
-            raise _refused(
+            raise refused(
                 "NVME_SEGMENT_FOREIGN",
                 f"{path} belongs to store {header.store_uuid.hex()}, its directory to "
                 f"{self.report.store_uuid.hex()}",
@@ -235,7 +247,7 @@ class StoreOpener:
         for directory in self._directories:
             self._files.sync_directory(directory)
         if not self._found:
-            raise _refused(
+            raise refused(
                 "NVME_NO_SPACE",
                 f"no segment of {self._segment_bytes:,} bytes fits on the disk",
                 "free space, or make nvme.size or nvme.segment smaller",
@@ -269,47 +281,14 @@ class StoreOpener:
         return header
 
     def _open(self, path: Path, flags: int) -> int:
-        flags |= os.O_NOFOLLOW
-        if self.report.direct:
-            try:
-                return self._files.open(path, flags | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.report.direct = False
-        # A create with O_DIRECT that the filesystem refused may have left its file behind.
-        return self._files.open(path, flags & ~os.O_EXCL)
-
-
-def write_header(files: Files, fd: int, header: SegmentHeader) -> None:
-    """Writes the header block and syncs it. Raises OSError, and then disk may hold either header."""
-    block = aligned_buffer(HEADER_BYTES)
-    block[:] = header.encode()
-    if files.write_at(fd, block, 0) != HEADER_BYTES:
-        raise OSError(errno.EIO, "a header block was written in part")
-    files.sync_data(fd)
-
-
-def _raise_descriptor_limit(wanted: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise _refused(
-            "NVME_DESCRIPTORS",
-            f"{wanted} file descriptors are needed, one a segment, and the limit is {hard}",
-            "raise it (ulimit -n, LimitNOFILE=), or make segments larger",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        fd, direct = open_direct(self._files, path, flags)
+        self.report.direct &= direct
+        return fd
 
 
 def _wrong_version(path: Path, error: VersionError) -> ConfigError:
-    return _refused(
+    return refused(
         "NVME_FORMAT_VERSION",
         f"{path}: {error}",
         "run the release that wrote it, or remove everything in the directory to start empty",
     )
-
-
-def _refused(reason: str, what: str, remedy: str) -> ConfigError:
-    return ConfigError(reason, f"{what}; {remedy}")
