@@ -25,7 +25,7 @@ GIT_DIR := $(shell git rev-parse --git-common-dir 2>/dev/null)
 .PHONY: help demo test lint proto bench serve clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 demo: $(READY) ## two engine processes share one cache; exits 1 if a logit differs (6 min with the install)
 	@$(PY) -m bench.demo
@@ -77,3 +77,6 @@ $(STAMP): constraints.txt pyproject.toml
 
 $(GENERATED): $(PROTOS) | $(STAMP)
 	@$(PY) proto/generate.py
+
+# Environments of their own, each in a file beside this one.
+include $(wildcard *.mk)
