@@ -66,13 +66,17 @@ class Store:
     Args:
         directory: made when it is missing.
         store_uuid: of the NVMe directories that it belongs to.
+        read_only: changes nothing on disk; what is damaged is left as it is.
 
     Raises:
         StoreRefused: see there.
+        StoreDamaged: it cannot be opened, and read_only forbids to set it aside.
         StoreFault: the disk fails, or another process has it open.
     """
 
-    def __init__(self, directory: Path, store_uuid: bytes, files: Files | None = None) -> None:
+    def __init__(
+        self, directory: Path, store_uuid: bytes, files: Files | None = None, *, read_only: bool = False
+    ) -> None:
         self._directory = directory
         self._uuid = store_uuid
         self._files = files or RealFiles()
@@ -80,10 +84,16 @@ class Store:
         """Why a new, empty database took the place of the one that was there; empty when none did."""
         self.damaged = False
         """Set once iteration met records that cannot be read; rebuild() mends it."""
+        self._log = LiveLog(directory, self._files)
+        if read_only:
+            self._db: Any = _opened(directory, read_only=True)
+            with _faults():
+                if self._db.get(_STORE_KEY) is not None:
+                    self._claim()
+            return
         with _faults():
             self._settle()
-        self._log = LiveLog(directory, self._files)
-        self._db: Any = self._open()
+        self._db = self._open()
         try:
             self._claim()
         except StoreDamaged as damage:
@@ -263,13 +273,15 @@ def _copy(pairs: Iterator[Pair], target: Any) -> int:
     return count
 
 
-def _opened(directory: Path) -> Any:
+def _opened(directory: Path, *, read_only: bool = False) -> Any:
     """A database of the binding's, whose own type stubs are wrong (options, iterators) and are not used."""
     options = rocksdbpy.Option()
     for name, value in _OPTIONS.items():
         setter: Callable[[object], None] = getattr(options, name)
         setter(value)
     with _faults():
+        if read_only:
+            return rocksdbpy.open_for_readonly(str(directory), options, False)
         return rocksdbpy.open(str(directory), options)
 
 
