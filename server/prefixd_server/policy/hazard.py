@@ -36,6 +36,10 @@ SMOOTHING_PASSES = 2
 """Passes of (1/4, 1/2, 1/4) over neighbouring ages."""
 REBUILD_SHARE = 0.03
 """The index is rebuilt when this part of the evidence is new."""
+_KIND_OF_CLASS = (np.arange(CLASS_COUNT) // REPLY_COUNT % 2 * REPLY_COUNT) + np.where(
+    np.arange(CLASS_COUNT) % REPLY_COUNT < HINT_COUNT, 0, HINT_COUNT + np.arange(CLASS_COUNT) % HINT_COUNT
+)
+"""Classes of one kind have the same coarser class: reused or not, and running or how the reply ended."""
 _WINDOWS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16), (32, 16), (32, 32))
 """Window lengths in buckets, each as the sum of two that come before: 1, then 2, 3, 4, 6, 8, ... 64."""
 
@@ -80,8 +84,18 @@ class HazardTable:
         """
         self._seen += self._new
         self._new = 0.0
-        index = _index_of(_hazards(self._reuses, self._exposure_s, SHRINK_BLOCKS * sampling_rate))
-        self.index[:] = index.ravel()
+        hazards = _hazards(self._reuses, self._exposure_s, SHRINK_BLOCKS * sampling_rate)
+        # Classes without evidence differ by level only, so one of each kind stands for the others.
+        told = self._exposure_s.any(axis=1) | self._reuses.any(axis=1)
+        stand_in = np.where(told, np.arange(CLASS_COUNT), _KIND_OF_CLASS + CLASS_COUNT)
+        chosen, places = np.unique(stand_in, return_inverse=True)
+        kinds = chosen >= CLASS_COUNT
+        first_of_kind = np.array(
+            [int((stand_in == kind).argmax()) for kind in chosen[kinds].tolist()], dtype=np.intp
+        )
+        sources = chosen.copy()
+        sources[kinds] = first_of_kind
+        self.index[:] = _index_of(hazards[sources])[places].ravel()
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,6 @@ Not here: when and how much is evicted (the caller), what may not go (the view).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from prefixd_server.base.types import Hashes, StopReason
 from prefixd_server.base.views import Nodes, TierView
 from prefixd_server.policy.admission import ceiling_for
+from prefixd_server.policy.choice import Choice, take_lowest
 from prefixd_server.policy.hazard import HazardTable
 from prefixd_server.policy.policy import Victims
 from prefixd_server.policy.signals import (
@@ -51,7 +51,10 @@ HUB_FANOUT_MIN = 4
 SCAN_COUNT_MAX = 1024
 """Up to this many leaves all are compared; beyond it a sample is."""
 SAMPLE_COUNT = 256
-TAKEN_PER_SAMPLE = 4
+TAKEN_AT_ONCE = 12
+"""Leaves that are sorted at first, and the most that are taken of one sample."""
+TIE_BREAK_PER_S = 1e-9
+"""Part of its importance that a block loses per idle second beside the index, which moves in steps."""
 HORIZON_OF_RESIDENCE = 4.0
 RESIDENCE_SMOOTHING = 0.01
 NEVER = float("inf")
@@ -163,12 +166,17 @@ class ImportancePolicy:
         self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
     ) -> Victims:
         """The least important leaves, up to `block_count` blocks, all of an importance below `ceiling`."""
-        choice = _Choice(view, block_count)
+        choice = Choice(view, block_count)
+
+        def score_of(node: int) -> float:
+            return self._score(view, node, now)
+
         while choice.left > 0 and view.leaf_count > 0:
-            nodes, scores, uses, complete = self._candidates(view, choice.met, now, rng)
-            limit = len(nodes) if complete else TAKEN_PER_SAMPLE
+            nodes, scores, complete = self._leaves(view, now, rng)
             before = len(choice.met)
-            stopped = self._take(choice, nodes, scores, uses, limit, ceiling, now)
+            stopped = take_lowest(choice, nodes, scores, score_of, ceiling, TAKEN_AT_ONCE)
+            if complete and choice.left > 0 and not stopped:
+                stopped = take_lowest(choice, nodes, scores, score_of, ceiling, len(nodes))
             if complete or stopped or len(choice.met) == before:
                 break
         if choice.victims:
@@ -176,67 +184,39 @@ class ImportancePolicy:
             self._residence_s += RESIDENCE_SMOOTHING * (idle - self._residence_s)
         return choice.victims
 
-    def _candidates(
-        self, view: TierView, met: set[int], now: float, rng: np.random.Generator
-    ) -> tuple[list[int], list[float], list[float], bool]:
-        """Leaves from the least important on: nodes, importance, last use; and whether these are all."""
+    def _leaves(
+        self, view: TierView, now: float, rng: np.random.Generator
+    ) -> tuple[Nodes, NDArray[np.float64], bool]:
+        """All leaves, or a sample of many; their importance; and whether these are all."""
         nodes = view.leaves()
         complete = len(nodes) <= SCAN_COUNT_MAX
         if not complete:
-            nodes = np.unique(nodes[rng.integers(0, len(nodes), SAMPLE_COUNT)])
-            nodes = np.array([node for node in nodes.tolist() if node not in met], dtype=np.int32)
-        uses = view.last_use.take(nodes)
-        scores = self._scores(view, nodes, uses, now)
-        order = np.lexsort((uses, scores))
-        return nodes[order].tolist(), scores[order].tolist(), uses[order].tolist(), complete
-
-    def _take(
-        self,
-        choice: _Choice,
-        nodes: list[int],
-        scores: list[float],
-        uses: list[float],
-        limit: int,
-        ceiling: float,
-        now: float,
-    ) -> bool:
-        """Takes up to `limit` sorted leaves, and what becomes a leaf by it; whether the ceiling is met."""
-        following: list[tuple[float, float, int]] = []
-        taken = at = 0
-        while choice.left > 0 and (at < len(nodes) or following):
-            if following and (at == len(nodes) or following[0] < (scores[at], uses[at], nodes[at])):
-                score, _, node = heapq.heappop(following)
-            else:
-                if taken == limit:
-                    break
-                score, node = scores[at], nodes[at]
-                at += 1
-                taken += 1
-            if score >= ceiling:
-                return True
-            above = choice.take(node)
-            if above >= 0:
-                used = float(choice.view.last_use[above])
-                heapq.heappush(following, (self._score(choice.view, above, now - used), used, above))
-        return False
+            nodes = nodes.take((rng.random(SAMPLE_COUNT) * len(nodes)).astype(np.intp))
+        return nodes, self._scores(view, nodes, now), complete
 
     # -- scores --------------------------------------------------------------------------------
 
-    def _scores(
-        self, view: TierView, nodes: Nodes, uses: NDArray[np.float64], now: float
-    ) -> NDArray[np.float64]:
-        classes = view.gap_class.take(nodes).astype(np.intp) * REPLY_COUNT
-        classes += view.output_class.take(nodes)
-        classes *= AGE_BUCKET_COUNT
-        classes += age_buckets(now - uses)
-        index = self.hazards.index.take(classes)
-        return index if self._weight is None else index * self._weight(view, nodes)
+    def _scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
+        """Importance of leaves; among equals the longer unused is a trace less important."""
+        idle = now - view.last_use.take(nodes)
+        places = age_buckets(idle)
+        places += np.multiply(view.gap_class.take(nodes), REPLY_COUNT * AGE_BUCKET_COUNT, dtype=np.intp)
+        places += np.multiply(view.output_class.take(nodes), AGE_BUCKET_COUNT, dtype=np.intp)
+        scores = self.hazards.index.take(places)
+        if self._weight is not None:
+            scores *= self._weight(view, nodes)
+        idle *= -TIE_BREAK_PER_S
+        idle += 1.0
+        scores *= idle
+        return scores
 
-    def _score(self, view: TierView, node: int, idle_s: float) -> float:
-        index = self._index_at(int(view.gap_class[node]), int(view.output_class[node]), idle_s)
-        if self._weight is None:
-            return index
-        return index * float(self._weight(view, np.array([node], dtype=np.int32))[0])
+    def _score(self, view: TierView, node: int, now: float) -> float:
+        """Importance of one node, as _scores has it."""
+        idle = now - float(view.last_use[node])
+        score = self._index_at(int(view.gap_class[node]), int(view.output_class[node]), idle)
+        if self._weight is not None:
+            score *= float(self._weight(view, np.array([node], dtype=np.int32))[0])
+        return score * (1.0 - TIE_BREAK_PER_S * idle)
 
     def _index_at(self, history: int, reply: int, idle_s: float) -> float:
         place = (history * REPLY_COUNT + reply) * AGE_BUCKET_COUNT + age_bucket(idle_s)
@@ -249,43 +229,10 @@ class ImportancePolicy:
         return describe(history, reply) | {
             "idle": f"{idle:.1f} s",
             "reuse index": f"{self._index_at(history, reply, idle):.3g} reuses per second kept",
-            "importance": f"{self._score(view, node, idle):.3g}",
+            "importance": f"{self._score(view, node, now):.3g}",
         }
 
     @property
     def nbytes(self) -> int:
         """Memory of what is learned; of a fixed size."""
         return self.hazards.nbytes + self.tracker.nbytes
-
-
-class _Choice:
-    """Victims as they are chosen, and what that makes of the nodes above them."""
-
-    def __init__(self, view: TierView, block_count: int) -> None:
-        self.view = view
-        self.left = block_count
-        self.victims: Victims = []
-        self.met: set[int] = set()
-        self._gone_kids: dict[int, int] = {}
-
-    def take(self, node: int) -> int:
-        """Takes what may go of a leaf; the node above when it is a leaf then, else -1."""
-        view = self.view
-        self.met.add(node)
-        going = view.evictable(node, self.left)
-        if going == 0:
-            return -1
-        self.victims.append((node, going))
-        self.left -= going
-        if going < int(view.copies[node]):
-            return -1
-        while True:
-            node = int(view.parent[node])
-            if node < 0:
-                return -1
-            gone = self._gone_kids.get(node, 0) + 1
-            self._gone_kids[node] = gone
-            if gone < int(view.kids[node]):
-                return -1
-            if view.copies[node]:
-                return node

@@ -10,6 +10,7 @@ Not here: several tiers and links (tiers.py), policies outside the tree
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,16 @@ from prefixd_server.catalog.tree import PrefixTree
 from prefixd_server.policy.importance import Access
 from prefixd_server.policy.learning import LearningPolicy
 from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.policy.signals import NO_GAP, history_byte
 from prefixd_server.simulate.arrivals import Pending, ServingModel
+from prefixd_server.simulate.baselines.tree import ReplayListener
 from prefixd_server.simulate.traces import Trace
 
 _SPACE = 0
 _POOL = 0
 _SOME_SLOT = 0
+NEW, AGAIN = history_byte(NO_GAP, reused=False), history_byte(NO_GAP, reused=True)
+"""Histories where the policy tells none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class Replay:
         self.evicted_count = 0
         self.stored_count = 0
         self._learner = policy if isinstance(policy, LearningPolicy) else None
+        self._listener = policy if isinstance(policy, ReplayListener) else None
         self._serving = serving or ServingModel()
         self._use_stops = use_stops
         self._rng = np.random.default_rng(seed)
@@ -78,11 +84,17 @@ class Replay:
         self._running: Pending[_Running] = Pending()
         self._slots = self.columns.slot[Tier.DRAM]
 
-    def run(self) -> NDArray[np.int64]:
-        """Replays everything. Blocks hit by each request, shape (requests,)."""
+    def run(self, progress: Callable[[int], None] | None = None) -> NDArray[np.int64]:
+        """Replays everything. Blocks hit by each request, shape (requests,).
+
+        Args:
+            progress: told of each request that is done.
+        """
         hits = np.zeros(self.trace.request_count, dtype=np.int64)
         for request, now in enumerate(self.trace.arrival_s.tolist()):
             hits[request] = self.request(request, now)
+            if progress is not None:
+                progress(request)
         return hits
 
     def request(self, request: int, now: float) -> int:
@@ -138,11 +150,13 @@ class Replay:
         Blocks that were used before and blocks that are new have different histories, hence two parts.
         """
         parent = int(rows[hit - 1]) if hit else NO_ROW
-        if access is None:
-            return self._store(run[hit:], parent, None, now)[0] if hit < len(run) else []
-        known = max(access.returned_count, hit)
+        again, new, known = AGAIN, NEW, hit
+        if access is not None:
+            again, new, known = access.history_again, access.history_new, max(access.returned_count, hit)
+        elif self._listener is not None:
+            known += self._listener.missed(run[hit:])
         nodes: list[Nodes] = []
-        parts = ((run[hit:known], access.history_again), (run[known:], access.history_new))
+        parts = ((run[hit:known], again), (run[known:], new))
         for ids, history in parts:
             if len(ids):
                 made, parent, complete = self._store(ids, parent, history, now)
@@ -152,7 +166,7 @@ class Replay:
         return nodes
 
     def _store(
-        self, ids: NDArray[np.int32], parent: int, history: int | None, now: float
+        self, ids: NDArray[np.int32], parent: int, history: int, now: float
     ) -> tuple[list[Nodes], int, bool]:
         """Stores a leading part of `ids` below `parent`: nodes made, last row, whether all were stored."""
         free = self.capacity_blocks - self.columns.count
@@ -164,31 +178,48 @@ class Replay:
         if len(stored) == 0:
             return [], parent, len(ids) == 0
         rows = self.columns.allocate(len(stored))
-        self._slots[rows] = _SOME_SLOT
+        at = rows.astype(np.intp)
+        self._slots[at] = _SOME_SLOT
         self._row_of[stored] = rows
-        self._id_of[rows] = stored
+        self._id_of[at] = stored
         self.tree.add(_SPACE, parent, rows, now)
         self.tree.copies_added(Tier.DRAM, rows)
         self.stored_count += len(stored)
-        nodes = np.unique(self.columns.node.take(rows)) if len(rows) > 1 else self.columns.node[rows]
-        if history is not None:
-            self.tree.nodes.gap_class[nodes] = history
-            self.tree.nodes.reused[nodes] = history & 1
+        nodes = self._nodes_of(rows)
+        self.tree.nodes.gap_class[nodes] = history
+        if history & 1:
+            # They were used before they were evicted; what follows must not be appended to them.
+            self.tree.nodes.reused[nodes] = 1
+            self.tree.nodes.use_count[nodes] = 2
         self._pinned = self._pinned | set(nodes.tolist())
         return [nodes], int(rows[-1]), len(stored) == len(ids)
 
-    def _victims(self, count: int, history: int | None, now: float) -> Victims:
-        if self._learner is None or history is None:
+    def _nodes_of(self, rows: Rows) -> Nodes:
+        """The nodes of a chain that was just added."""
+        node_of = self.columns.mv.node
+        if node_of[int(rows[0])] == node_of[int(rows[-1])]:
+            return self.columns.node[rows[:1]]
+        return np.unique(self.columns.node[rows])
+
+    def _victims(self, count: int, history: int, now: float) -> Victims:
+        if self._learner is None:
             return self.policy.victims(self.view, count, now, self._rng)
         return self._learner.victims_for(self.view, count, history, now, self._rng)
 
     def _evict(self, victims: Victims) -> None:
+        gone = []
         for node, count in victims:
             rows = self.tree.tail_rows(Tier.DRAM, node, count)
+            if self._listener is not None:
+                self._listener.evicted(self._id_of.take(rows), bool(self.tree.nodes.reused[node]))
             self.tree.copies_dropped(Tier.DRAM, rows)
-            self._slots[rows] = NO_SLOT
-            self._row_of[self._id_of[rows]] = NO_ROW
             self.tree.remove(rows)
+            gone.append(rows)
+        if gone:
+            rows = np.concatenate(gone) if len(gone) > 1 else gone[0]
+            at = rows.astype(np.intp)
+            self._slots[at] = NO_SLOT
+            self._row_of[self._id_of.take(at)] = NO_ROW
             self.columns.free(rows)
             self.evicted_count += len(rows)
 

@@ -1,0 +1,97 @@
+"""Taking victims in the order of a score, leaves first.
+
+A node becomes a leaf when all below it is taken, and then stands in line with
+the others: within one call, without the catalog being changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.views import Nodes, TierView
+from prefixd_server.policy.policy import Victims
+
+
+class Choice:
+    """Victims as they are chosen, and what that makes of the nodes above them.
+
+    Args:
+        block_count: copies wanted; `left` of them are still to be found.
+    """
+
+    def __init__(self, view: TierView, block_count: int) -> None:
+        self.left = block_count
+        self.victims: Victims = []
+        self.met: set[int] = set()
+        """Nodes asked already, whether or not anything of them may go."""
+        self._view = view
+        self._gone_kids: dict[int, int] = {}
+
+    def take(self, node: int) -> int:
+        """Takes what may go of a leaf; the node above when that is a leaf then, else -1."""
+        view = self._view
+        self.met.add(node)
+        going = view.evictable(node, self.left)
+        if going == 0:
+            return -1
+        self.victims.append((node, going))
+        self.left -= going
+        if going < int(view.copies[node]):
+            return -1
+        while True:
+            node = int(view.parent[node])
+            if node < 0:
+                return -1
+            gone = self._gone_kids.get(node, 0) + 1
+            self._gone_kids[node] = gone
+            if gone < int(view.kids[node]):
+                return -1
+            if view.copies[node]:
+                return node
+
+
+def take_lowest(
+    choice: Choice,
+    nodes: Nodes,
+    scores: NDArray[np.float64],
+    score_of: Callable[[int], float],
+    ceiling: float,
+    count_max: int,
+) -> bool:
+    """Takes leaves from the lowest score on, and what becomes a leaf by it.
+
+    Args:
+        nodes, scores: leaves, in any order; those met before are passed over.
+        score_of: of a node that becomes a leaf.
+        ceiling: scores from here on stay.
+        count_max: only so many of the lowest leaves are looked at, and sorted.
+
+    Returns:
+        Whether the ceiling was met.
+    """
+    if count_max < len(nodes):
+        few = scores.argpartition(count_max)[:count_max]
+        order = few[scores.take(few).argsort()]
+    else:
+        order = scores.argsort()
+    leaves = list(zip(scores.take(order).tolist(), nodes.take(order).tolist(), strict=True))
+    following: list[tuple[float, int]] = []
+    at = 0
+    while choice.left > 0 and (at < len(leaves) or following):
+        if following and (at == len(leaves) or following[0] < leaves[at]):
+            score, node = heapq.heappop(following)
+        else:
+            score, node = leaves[at]
+            at += 1
+            if node in choice.met:
+                continue
+        if score >= ceiling:
+            return True
+        above = choice.take(node)
+        if above >= 0:
+            heapq.heappush(following, (score_of(above), above))
+    return False
