@@ -12,6 +12,7 @@ Not here: replaying (replay.py), statistics of a trace (shape.py).
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -200,6 +201,29 @@ def _build(
         starts=np.concatenate([[0], np.cumsum(lengths)]),
         block_count=len(known),
     )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from its `tokenizer.json`; needs the package tokenizers.
+
+    Raises:
+        ConfigError: TOKENIZER_UNREADABLE; names the file and the remedy.
+    """
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except ImportError as error:
+        raise ConfigError(
+            "TOKENIZER_UNREADABLE", f"{path} needs the package tokenizers: pip install tokenizers", file=path
+        ) from error
+    except Exception as error:  # what the package raises is its base class only
+        raise ConfigError("TOKENIZER_UNREADABLE", f"{path}: {error}", file=path) from error
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
 
 
 def _utf8(text: str) -> list[int]:

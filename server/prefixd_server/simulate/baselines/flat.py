@@ -83,7 +83,7 @@ class S3Fifo:
 
 
 class WTinyLfu:
-    """A window, then a segmented LRU that only the more frequent enter; exact frequencies, halved at times."""
+    """A window, then a segmented LRU that only the more frequent enter; exact frequencies, which age."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._window_max = max(1, int(WINDOW_SHARE * capacity_blocks))

@@ -20,6 +20,7 @@ from prefixd_server.policy.policy import Victims
 
 NEVER = float("inf")
 PROBATION_SHARE = 0.1
+GHOST_SHARE = 0.5
 _AFTER_ALL_TIMES = 1e15
 """Added to a time to put it after all others; doubles keep milliseconds up to it."""
 
@@ -81,16 +82,36 @@ class GdsfTree:
 
 
 class TwoQTree:
-    """See the module.
+    """See the module. Blocks that come back while they are remembered skip probation.
 
     Args:
-        capacity_blocks: of the tier.
+        capacity_blocks: of the tier; half as many ghosts are remembered.
     """
 
     name = "2q"
 
     def __init__(self, capacity_blocks: int) -> None:
         self._probation_blocks = PROBATION_SHARE * capacity_blocks
+        self._ghost_count_max = max(1, int(GHOST_SHARE * capacity_blocks))
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def missed(self, ids: NDArray[np.int32]) -> int:
+        """See ReplayListener."""
+        remembered = 0
+        for place, block in enumerate(ids.tolist()):
+            if block in self._ghosts:
+                del self._ghosts[block]
+                remembered = place + 1
+        return remembered
+
+    def evicted(self, ids: NDArray[np.int32], reused: bool) -> None:
+        """See ReplayListener. Only what leaves probation is remembered."""
+        if reused:
+            return
+        for block in ids.tolist():
+            self._ghosts[block] = None
+        while len(self._ghosts) > self._ghost_count_max:
+            self._ghosts.popitem(last=False)
 
     def victims(self, view: TierView, block_count: int, now: float, rng: np.random.Generator) -> Victims:
         """See Policy. First in, first out of probation while it is too large; else the oldest use."""

@@ -1,0 +1,42 @@
+"""Parsing of the command's list and size options, and the words in which they are refused."""
+
+from __future__ import annotations
+
+import click
+
+from prefixd_server.base.sizes import parse_size
+from prefixd_server.simulate.policies import NAMES
+
+FRACTIONS_DEFAULT = "0.005,0.01,0.02,0.05,0.1,0.2,0.5"
+
+
+def policy_list(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
+    """Names of policies, separated by commas."""
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise click.BadParameter(
+            f"unknown policy {', '.join(unknown) or '(none)'}; there are {', '.join(NAMES)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def fraction_list(_ctx: click.Context, _param: click.Parameter, value: str) -> list[float]:
+    """Shares of the footprint, separated by commas."""
+    try:
+        fractions = [float(part) for part in value.split(",") if part.strip()]
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.01,0.05") from error
+    if not fractions or min(fractions) <= 0 or max(fractions) > 1:
+        raise click.BadParameter("a share of the footprint is above 0 and at most 1")
+    return sorted(set(fractions))
+
+
+def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int:
+    """A size such as 64GiB; 0 where it is not given."""
+    if value is None:
+        return 0
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} {error}") from error
