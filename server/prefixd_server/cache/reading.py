@@ -211,24 +211,33 @@ class Reading:
         catalog = self._state.catalog
         hit = known = len(hashes)
         rows_of: dict[tuple[int, int], Rows] = {}
-        tiers = np.zeros(len(hashes), dtype=np.uint8)
+        tiers = np.zeros(0, dtype=np.uint8)
         for shard, group in parts:
             space = catalog.namespaces.space(namespace, shard, group)
             rows = catalog.find(space, hashes[:known])
             known = _leading(rows >= 0)
             rows = rows[:known]
             tier = self._tier_of(rows, allowed)
-            hit = min(hit, _leading((tier != 0) & catalog.visible(rows)))
-            np.maximum(tiers[:known], tier, out=tiers[:known])
+            servable = catalog.visible(rows)
+            servable &= tier != 0
+            hit = min(hit, _leading(servable))
+            tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
         return Found(rows_of, hit, known, tiers)
 
     def _tier_of(self, rows: Rows, allowed: tuple[Tier, ...] = READABLE_TIERS) -> NDArray[np.uint8]:
         """The fastest of the tiers that has each row whole; 0 when none has."""
+        catalog = self._state.catalog
         tier_of = np.zeros(len(rows), dtype=np.uint8)
-        for tier in reversed(allowed):
-            if tier in self._state.catalog.slots:
-                tier_of[self._state.catalog.resident(tier, rows)] = tier
+        for tier in allowed:
+            if tier not in catalog.slots:
+                continue
+            resident = catalog.resident(tier, rows)
+            if resident.all():
+                # What a faster tier has stays; mostly there is none, and slower ones need no look.
+                tier_of[tier_of == 0] = tier
+                return tier_of
+            tier_of[resident & (tier_of == 0)] = tier
         return tier_of
 
     def _lease(

@@ -19,6 +19,8 @@ from prefixd_server.catalog.namespaces import Namespaces
 from prefixd_server.catalog.slots import SlotTable
 from prefixd_server.catalog.tree import PrefixTree
 
+_RESIDENT = int(SlotState.RESIDENT)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Departure:
@@ -67,16 +69,16 @@ class CatalogReads:
 
     def visible(self, rows: Rows) -> NDArray[np.bool_]:
         """Which rows are known and visible; NO_ROW is not."""
-        seen: NDArray[np.bool_] = (rows >= 0) & ((self.columns.flags[rows] & VISIBLE) != 0)
+        seen: NDArray[np.bool_] = (self.columns.flags.take(rows, mode="clip") & VISIBLE) != 0
+        seen &= rows >= 0
         return seen
 
     def resident(self, tier: Tier, rows: Rows) -> NDArray[np.bool_]:
         """Which known rows have a readable copy in `tier`."""
-        table = self.slots[tier]
-        slots = self.columns.slot[tier][rows]
-        held = slots != NO_SLOT
-        readable = np.zeros(len(rows), dtype=np.bool_)
-        readable[held] = table.state[slots[held]] == SlotState.RESIDENT
+        slots = self.columns.slot[tier].take(rows)
+        readable: NDArray[np.bool_] = self.slots[tier].state.take(slots, mode="clip") == _RESIDENT
+        # NO_SLOT was clipped to the tier's last slot, which may well be resident.
+        readable &= slots != NO_SLOT
         return readable
 
     def held(self, rows: Rows) -> NDArray[np.bool_]:
