@@ -132,7 +132,7 @@ class PrefixCachedModel:
         )
         attentions = output.attentions if self._sees_attention else ()
         mass = attention_mass(attentions, block_tokens, len(hashes))
-        return Prefill(name, output.logits[0, -1], cache, stats, mass)
+        return Prefill(name, hashes, output.logits[0, -1], cache, stats, mass)
 
     def generate(
         self, tokens: Sequence[int], max_new_tokens: int, *, request_id: str | None = None
@@ -173,6 +173,8 @@ class PrefixCachedModel:
     ) -> None:
         """Report that a request has ended, with what the policy learns from. Never waits.
 
+        Attention mass is told block by block, so the run goes with it.
+
         Args:
             prefill: of the request.
             output_token_count: tokens of the reply.
@@ -184,6 +186,7 @@ class PrefixCachedModel:
             UsageReport(
                 request_id=prefill.request_id,
                 phase=RequestPhase.FINISHED,
+                block_hashes=prefill.block_hashes if len(prefill.attention_mass) else (),
                 output_token_count=output_token_count,
                 stop_reason=stop_reason,
                 decode_latency_s=decode_latency_s,
@@ -191,7 +194,7 @@ class PrefixCachedModel:
                 prefill_token_count=stats.token_count - stats.hit_token_count,
                 attention_mass=prefill.attention_mass,
             ),
-            stats.token_count >= self.shape.block_tokens,
+            prefill.block_hashes,
         )
 
     def _open(self, weights: str | None) -> Namespace | None:

@@ -29,11 +29,13 @@ class PrefillStats:
 class Prefill:
     """A prompt whose KV is complete.
 
-    logits: [vocabulary] of the last token. cache: give it to the model as past_key_values to go on.
+    block_hashes: of its full blocks, from the root. logits: [vocabulary] of the last token. cache: give it to
+    the model as past_key_values to go on.
     attention_mass: share per full block, from models that compute attention weights ("eager"); else empty.
     """
 
     request_id: str
+    block_hashes: list[bytes]
     logits: torch.Tensor
     cache: BlockCache
     stats: PrefillStats
