@@ -162,6 +162,12 @@ class ImportancePolicy:
         ceiling = ceiling_for(self._index_at(history, RUNNING, 0.0))
         return self.victims_below(view, block_count, ceiling, now, rng)
 
+    def victims_for_node(
+        self, view: TierView, block_count: int, node: int, now: float, rng: np.random.Generator
+    ) -> Victims:
+        """Victims that are worth less than this node's blocks, which come from a faster tier."""
+        return self.victims_below(view, block_count, self._score(view, node, now), now, rng)
+
     def victims_below(
         self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
     ) -> Victims:
