@@ -78,6 +78,15 @@ class TierStats:
     quarantined_slot_count: int
     numa_nodes: tuple[int, ...] = ()
     page_kind: str = "pages"
+    state: str = "ready"
+    """"ready", "recovering", "paused" or "refused"; only in the first are blocks read and written."""
+    state_reason: str = ""
+    """Why it is not ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether blocks are read from it and written to it."""
+        return self.state == "ready"
 
 
 @dataclass(slots=True)

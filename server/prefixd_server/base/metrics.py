@@ -99,6 +99,7 @@ class StatsCollector:
             ("prefixd_tier_assigned_bytes", "Bytes in segments assigned to a block size.", "assigned_bytes"),
             ("prefixd_tier_prefaulted_bytes", "Bytes pre-faulted so far.", "prefaulted_bytes"),
             ("prefixd_tier_segments", "Segments that exist.", "segment_count"),
+            ("prefixd_tier_ready", "1 while blocks are read from it and written to it.", "is_ready"),
         ):
             family = GaugeMetricFamily(name, about, labels=["tier"])
             for tier in self._node.tiers:

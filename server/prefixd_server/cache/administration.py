@@ -13,6 +13,7 @@ from prefixd_server.base.accounts import (
     Stats,
     TierStats,
 )
+from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
@@ -249,6 +250,7 @@ class Administration:
         self._end_reads(namespace)
         self._room.discard(catalog.namespaces.drop(namespace, new_epoch))
         await self._state.movers.run(CallJob(self._epochs.save))
+        failpoint("drop.durable")
         return new_epoch, blocks
 
     def _end_reads(self, namespace: Namespace) -> None:

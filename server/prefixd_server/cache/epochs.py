@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.failpoints import failpoint
 
 FILE_NAME = "epochs.json"
 FORMAT_VERSION = 1
@@ -55,7 +56,9 @@ class Epochs:
             json.dump({"format_version": FORMAT_VERSION, "epochs": dict(self._epochs)}, file)
             file.flush()
             os.fsync(file.fileno())
+        failpoint("drop.written")
         temporary.replace(self._path)
+        failpoint("drop.renamed")
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)

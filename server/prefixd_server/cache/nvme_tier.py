@@ -16,7 +16,8 @@ import numpy as np
 import structlog
 
 from prefixd_server.base.accounts import TierStats
-from prefixd_server.base.errors import PrefixdError
+from prefixd_server.base.errors import ConfigError, PrefixdError
+from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import Slots, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
@@ -25,7 +26,7 @@ from prefixd_server.catalog.events import RecordsDeleted
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.catalog.reads import Departure
 from prefixd_server.index.line import IndexUnavailable
-from prefixd_server.index.process import Index
+from prefixd_server.index.process import Index, IndexState
 from prefixd_server.index.records import (
     Keys,
     NamespaceRecord,
@@ -41,6 +42,8 @@ from prefixd_server.media.nvme import NvmeMedium
 DEPARTURE_INTERVAL_S = 0.05
 EVICTION_SLACK_COUNT = 64
 """Slots freed beyond what one demotion needs: index records go in groups."""
+DELETE_COUNT_MAX = 8192
+"""Records deleted in one commit: well within what may wait for the index."""
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +54,7 @@ class NvmeState(Enum):
     RECOVERING = "recovering"
     READY = "ready"
     PAUSED = "paused"
+    REFUSED = "refused"
 
 
 class NvmeTier:
@@ -74,6 +78,7 @@ class NvmeTier:
         self._paused_until = 0.0
         self._recorded: set[tuple[str, bytes, int]] = set()
         """Namespaces whose record is durable."""
+        self._disowned: list[tuple[Keys, Slots]] = []
         self._departing = asyncio.Lock()
         self.state = NvmeState.RECOVERING
         self.reason = "the index is being read"
@@ -86,6 +91,11 @@ class NvmeTier:
         """Recovery is over."""
         self.state, self.reason = NvmeState.READY, ""
         log.info("NVMe tier ready", blocks=self._state.catalog.slots[Tier.NVME].counts().resident)
+
+    def refuse(self, refusal: ConfigError) -> None:
+        """The index is not ours to open: the tier stays off until the next start."""
+        log.error("NVMe tier refused", reason=refusal.message)
+        self.state, self.reason = NvmeState.REFUSED, refusal.message
 
     def pause(self, error: Exception) -> None:
         """A fault: nothing is read or written until it is tried again."""
@@ -101,6 +111,12 @@ class NvmeTier:
             self.state, self.reason = NvmeState.READY, ""
             log.info("NVMe tier tried again")
         return self.state is NvmeState.READY
+
+    @property
+    def condition(self) -> tuple[NvmeState, str]:
+        """What to tell operators, and why: an index that is down pauses the tier before anybody uses it."""
+        down = self.state is NvmeState.READY and self.index.state is not IndexState.READY
+        return (NvmeState.PAUSED, self.index.reason) if down else (self.state, self.reason)
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -160,7 +176,11 @@ class NvmeTier:
         return space_identity(namespace.tenant, ref.fingerprint, ref.epoch, shard, kv_group)
 
     async def put(self, namespace: Namespace, records: Records) -> None:
-        """Makes records durable, their namespace's first."""
+        """Makes records durable, their namespace's first.
+
+        A block that was dropped from here and comes again has the old record's delete before it.
+        """
+        await self.flush_departures()
         ref = namespace.ref
         name = (namespace.tenant, ref.fingerprint, ref.epoch)
         owners = []
@@ -173,29 +193,41 @@ class NvmeTier:
         await self.index.commit(puts=records, namespaces=owners)
         self._recorded.add(name)
 
-    async def forget(self, records: Records, slots: Slots) -> None:
-        """Deletes records whose blocks were forgotten before they became visible, then frees their slots."""
-        await self.index.commit(deletes=keys_of(records))
-        self._state.catalog.slots[Tier.NVME].free(slots)
+    def disown(self, records: Records, slots: Slots) -> None:
+        """RESERVED slots of no block, whose records may be durable: free once these are deleted."""
+        self._disowned.append((keys_of(records), slots))
 
     async def delete(self, keys: Keys) -> None:
-        """Deletes records, durably."""
-        await self.index.commit(deletes=keys)
+        """Deletes records, durably, as many at a time as the index's queue takes."""
+        for first in range(0, len(keys), DELETE_COUNT_MAX):
+            await self.index.commit(deletes=keys[first : first + DELETE_COUNT_MAX])
 
     # -- departures ----------------------------------------------------------------------------
 
     async def flush_departures(self) -> None:
-        """Deletes the records of dropped copies, durably; then their slots are free."""
+        """Deletes the records of dropped and disowned copies, durably; then their slots are free."""
         async with self._departing:
-            while taken := self._state.catalog.departures:
-                self._state.catalog.departures = []
+            while self.has_departures:
+                taken, self._state.catalog.departures = self._state.catalog.departures, []
+                disowned, self._disowned = self._disowned, []
+                failpoint("departures.begun")
+                keys = [self._keys(gone) for gone in taken] + [keys for keys, _ in disowned]
                 try:
-                    await self.index.commit(deletes=np.concatenate([self._keys(gone) for gone in taken]))
+                    await self.delete(np.concatenate(keys))
                 except BaseException:
                     self._state.catalog.departures = taken + self._state.catalog.departures
+                    self._disowned = disowned + self._disowned
                     raise
+                failpoint("departures.deleted")
                 for gone in taken:
                     self._state.apply(RecordsDeleted(gone.tier, gone.slots))
+                for _, slots in disowned:
+                    self._state.catalog.slots[Tier.NVME].free(slots)
+
+    @property
+    def has_departures(self) -> bool:
+        """Whether slots wait for their records to be deleted."""
+        return bool(self._state.catalog.departures or self._disowned)
 
     def _keys(self, gone: Departure) -> Keys:
         names = self._state.catalog.namespaces
@@ -210,7 +242,7 @@ class NvmeTier:
         """Deletes what departed, again and again; ends when cancelled."""
         while True:
             await asyncio.sleep(DEPARTURE_INTERVAL_S)
-            if self._state.catalog.departures and self.usable:
+            if self.has_departures and self.usable:
                 try:
                     await self.flush_departures()
                 except (IndexUnavailable, PrefixdError) as error:
@@ -240,4 +272,6 @@ class NvmeTier:
             resident_slot_count=sum(c.resident for c in counts),
             quarantined_slot_count=sum(c.quarantined for c in counts),
             page_kind="files",
+            state=self.condition[0].value,
+            state_reason=self.condition[1],
         )

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_ROW, Hashes, Tier
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -82,6 +83,7 @@ class Recovery:
         )
 
     async def _recover(self) -> None:
+        self.report = RecoveryReport()
         for record in await self._nvme.index.namespaces():
             current = self._epochs.fresh(record.tenant, record.fingerprint)
             if record.spec is not None and record.epoch >= current:
@@ -94,14 +96,19 @@ class Recovery:
         gone: list[Records] = []
         async for identity, records in self._by_space():
             owner = self._owners.get(identity)
-            if owner is None:
+            if owner is None or self._was_dropped(owner[0]):
                 self.report.orphaned += len(records)
                 gone.append(records)
             else:
                 gone.extend(await self._recover_space(owner, records))
-        for records in gone:
-            if len(records):
-                await self._nvme.delete(keys_of(records))
+            failpoint("recovery.space_done")
+        if any(map(len, gone)):
+            await self._nvme.delete(np.concatenate([keys_of(records) for records in gone]))
+            failpoint("recovery.deleted")
+
+    def _was_dropped(self, namespace: Namespace) -> bool:
+        """Whether the namespace was dropped since recovery began."""
+        return namespace not in self._state.catalog.namespaces.list(namespace.tenant)
 
     async def _by_space(self) -> AsyncIterator[tuple[bytes, Records]]:
         """All records, one space at a time; records come in key order, so a space's are together."""
@@ -139,6 +146,8 @@ class Recovery:
             if done >= STEP_BLOCK_COUNT:
                 done = 0
                 await asyncio.sleep(0)
+                if self._was_dropped(namespace):
+                    return [*gone, records]
         return gone
 
     def _well_placed(self, namespace: Namespace, group: int, records: Records) -> Mask:
@@ -207,8 +216,12 @@ class Recovery:
         hashes: Hashes = np.ascontiguousarray(records["hash"][members])
         found = catalog.find(space, hashes)
         known = int((found >= 0).sum())
+        kept = np.zeros(0, dtype=np.bool_)
         if known:
-            self.report.known_already += known
+            # What an attempt before this one has put where its record says stays there.
+            kept = catalog.columns.slot[Tier.NVME][found[:known]] == slots[members[:known]]
+            self.report.recovered += int(kept.sum())
+            self.report.known_already += int((~kept).sum())
             above = int(found[known - 1])
             if not catalog.columns.flags[above] & VISIBLE:
                 return members
@@ -216,7 +229,7 @@ class Recovery:
         usable = len(fresh) if (slots[fresh] >= 0).all() else int((slots[fresh] < 0).argmax())
         if usable:
             self._put(space, above, records, fresh[:usable], slots)
-        refused: NDArray[np.int64] = np.concatenate([members[:known], fresh[usable:]])
+        refused: NDArray[np.int64] = np.concatenate([members[:known][~kept], fresh[usable:]])
         return refused
 
     def _put(

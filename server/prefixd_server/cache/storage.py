@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from prefixd_server.base.errors import ConfigError
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.recovery import Recovery
@@ -16,17 +17,23 @@ class Storage:
     """See the module."""
 
     def __init__(self, state: State, nvme: NvmeTier, transfers: Transfers, epochs: Epochs) -> None:
+        self._state = state
         self.nvme = nvme
         self.transfers = transfers
         self.recovery = Recovery(state, nvme, epochs)
         self.scheduler = Scheduler(state, nvme, transfers)
 
     async def run(self) -> None:
-        """Recovers, then works for ever; ends when cancelled."""
-        await self.recovery.run()
+        """Recovers, then works for ever; ends when cancelled, or when the index is refused."""
+        try:
+            await self.recovery.run()
+        except ConfigError as refusal:
+            self.nvme.refuse(refusal)
+            return
         await asyncio.gather(self.nvme.run(), self.scheduler.run())
 
     async def close(self) -> None:
-        """Lets what is under way arrive, then closes index and files."""
+        """Lets what is under way arrive, then closes index and files: no mover may write to a closed one."""
         await self.transfers.drain()
+        await self._state.movers.drain()
         await self.nvme.close()

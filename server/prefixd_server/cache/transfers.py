@@ -19,6 +19,7 @@ import structlog
 from numpy.typing import NDArray
 
 from prefixd_server.base.errors import LimitReached, Unavailable
+from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_SLOT, Checksums, Rows, Slots, SlotState, Tier
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -28,6 +29,7 @@ from prefixd_server.catalog.events import (
     CopiesLeased,
     CopiesReleased,
     CopyAbandoned,
+    CopyDetached,
     CopyPublished,
     CopyStarted,
 )
@@ -116,24 +118,30 @@ class Transfers:
         seal(records)
         self._state.apply(CopyStarted(Tier.NVME, rows, slots))
         self._state.apply(CopiesLeased(Tier.DRAM, dram))
-        settled = False
+        recording = settled = False
         try:
             good = await self._copy(batch)
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             await self._state.movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
             # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
             count = _leading(good & (table.row[slots] >= 0))
+            recording = True
             await self._nvme.put(namespace, records[:count])
+            failpoint("demotion.recorded")
             settled = True
-            published = await self._settle(records, slots, count)
+            published = self._settle(records, slots, count)
         finally:
-            if not settled:
+            if recording and not settled:
+                # Whether the records are durable is not known: they are deleted before the slots are free.
+                self._state.apply(CopyDetached(Tier.NVME, slots))
+                self._nvme.disown(records, slots)
+            elif not settled:
                 self._state.apply(CopyAbandoned(Tier.NVME, slots))
             self._state.apply(CopiesReleased(Tier.DRAM, dram))
         self._nvme.written_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
         return published
 
-    async def _settle(self, records: Records, slots: Slots, count: int) -> int:
+    def _settle(self, records: Records, slots: Slots, count: int) -> int:
         """Durable copies become visible; those whose blocks were forgotten meanwhile are deleted again."""
         table = self._state.catalog.slots[Tier.NVME]
         if count < len(slots):
@@ -143,7 +151,7 @@ class Transfers:
         if alive.any():
             self._state.apply(CopyPublished(Tier.NVME, rows[alive], slots[:count][alive]))
         if not alive.all():
-            await self._nvme.forget(records[:count][~alive], slots[:count][~alive])
+            self._nvme.disown(records[:count][~alive], slots[:count][~alive])
         return int(alive.sum())
 
     # -- promotion -----------------------------------------------------------------------------

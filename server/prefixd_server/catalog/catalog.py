@@ -60,6 +60,7 @@ class Catalog(CatalogReads):
             events.CopyStarted: self._copy_started,
             events.CopyPublished: self._copy_published,
             events.CopyAbandoned: self._copy_abandoned,
+            events.CopyDetached: self._copy_detached,
             events.CopyReplaced: self._copy_replaced,
             events.CopiesEvicted: self._copies_evicted,
             events.BlocksRecovered: self._blocks_recovered,
@@ -181,14 +182,26 @@ class Catalog(CatalogReads):
         return Effect()
 
     def _copy_abandoned(self, event: events.CopyAbandoned) -> Effect:
-        table = self.slots[event.tier]
-        rows = table.row[event.slots]
-        alive = rows[rows >= 0]
-        if len(alive):
-            self.columns.slot[event.tier][alive] = NO_SLOT
-            self.tree.copies_dropped(event.tier, alive)
-        table.free(event.slots)
-        return Effect(freed_count=len(event.slots))
+        forgotten = self._detach(event.tier, event.slots)
+        self.slots[event.tier].free(event.slots)
+        return Effect(forgotten_count=forgotten, freed_count=len(event.slots))
+
+    def _copy_detached(self, event: events.CopyDetached) -> Effect:
+        return Effect(forgotten_count=self._detach(event.tier, event.slots))
+
+    def _detach(self, tier: Tier, slots: Slots) -> int:
+        """WRITING copies are nobody's from now on; blocks that were left with no other go. Blocks forgotten."""
+        rows = self.slots[tier].row[slots]
+        rows = rows[rows >= 0]
+        if len(rows) == 0:
+            return 0
+        self.slots[tier].row[slots] = NO_ROW
+        self.columns.slot[tier][rows] = NO_SLOT
+        self.tree.copies_dropped(tier, rows)
+        last = np.ones(len(rows), dtype=np.bool_)
+        for slot in self.columns.slot.values():
+            last &= slot[rows] == NO_SLOT
+        return self._forget(self.closure(rows[last])) if last.any() else 0
 
     def _copy_replaced(self, event: events.CopyReplaced) -> Effect:
         table = self.slots[event.tier]

@@ -115,6 +115,14 @@ class CopyAbandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyDetached:
+    """The transfer failed, and something may still say what is in its slots: they stay RESERVED, of no block."""
+
+    tier: Tier
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
 class CopyReplaced:
     """Inside one tier a verified copy in `new_slots` takes the place of the one in `old_slots`."""
 
@@ -195,6 +203,7 @@ Event: TypeAlias = (
     | CopyStarted
     | CopyPublished
     | CopyAbandoned
+    | CopyDetached
     | CopyReplaced
     | CopiesEvicted
     | CopyFoundBad

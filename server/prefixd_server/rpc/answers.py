@@ -156,6 +156,8 @@ def _tier_stats(value: TierStats) -> admin.TierStats:
         quarantined_slot_count=value.quarantined_slot_count,
         numa_nodes=value.numa_nodes,
         page_kind=value.page_kind,
+        state=value.state,
+        state_reason=value.state_reason,
     )
 
 
