@@ -190,7 +190,7 @@ class Catalog(CatalogReads):
         return Effect(forgotten_count=self._detach(event.tier, event.slots))
 
     def _detach(self, tier: Tier, slots: Slots) -> int:
-        """WRITING copies are nobody's from now on; blocks that were left with no other go. Blocks forgotten."""
+        """WRITING copies are nobody's from now on; blocks without another one go. Blocks forgotten."""
         rows = self.slots[tier].row[slots]
         rows = rows[rows >= 0]
         if len(rows) == 0:

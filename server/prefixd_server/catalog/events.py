@@ -116,7 +116,7 @@ class CopyAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class CopyDetached:
-    """The transfer failed, and something may still say what is in its slots: they stay RESERVED, of no block."""
+    """The transfer failed, and a record may still name its slots: they stay RESERVED, of no block."""
 
     tier: Tier
     slots: Slots
