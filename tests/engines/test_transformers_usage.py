@@ -17,6 +17,12 @@ PATIENT = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0)
 """The daemon's loop shares this process with the model."""
 
 
+def answer(client: Client, attention: str) -> None:
+    """One request, away from the daemon's loop."""
+    model = PrefixCachedModel(tiny_llama(attn_implementation=attention), client, block_tokens=BLOCK_TOKENS)
+    model.generate(prompt(5 * BLOCK_TOKENS + 3), 3)
+
+
 @asynccontextmanager
 async def answered(attention: str) -> AsyncIterator[tuple]:
     """A daemon to which one request was reported from start to end: (the engine's session, the catalog)."""
@@ -24,10 +30,7 @@ async def answered(attention: str) -> AsyncIterator[tuple]:
         socket = daemon.config.all_tenants[0].socket
         client = await asyncio.to_thread(Client, socket, engine_name="transformers", options=PATIENT)
         try:
-            model = PrefixCachedModel(
-                tiny_llama(attn_implementation=attention), client, block_tokens=BLOCK_TOKENS
-            )
-            await asyncio.to_thread(model.generate, prompt(5 * BLOCK_TOKENS + 3), 3)
+            await asyncio.to_thread(answer, client, attention)
             (session,) = daemon.cache.sessions.open_of()
             await until(lambda: session.decode_latency_s is not None)
             yield session, daemon.cache.state.catalog
