@@ -218,8 +218,10 @@ class Reading:
             known = _leading(rows >= 0)
             rows = rows[:known]
             tier = self._tier_of(rows, allowed)
-            servable = catalog.visible(rows)
-            servable &= tier != 0
+            servable = tier != 0
+            if catalog.waiting_count:
+                # Otherwise every readable copy is visible: only waiting blocks are whole and hidden.
+                servable &= catalog.visible(rows)
             hit = min(hit, _leading(servable))
             tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
@@ -314,6 +316,8 @@ def _leading(mask: NDArray[np.bool_]) -> int:
 
 def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:
     """Consecutive blocks of one tier as (tier, first, end)."""
+    if len(tiers) and tiers[0] == tiers[-1] and (tiers == tiers[0]).all():
+        return [(Tier(int(tiers[0])), 0, len(tiers))]
     edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
     return [(Tier(int(tiers[a])), a, b) for a, b in pairwise(edges) if b > a]
 
