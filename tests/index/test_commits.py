@@ -62,7 +62,7 @@ def test_records_leave_in_the_order_they_came_and_each_commit_ends_with_its_last
 
 async def test_full_groups_are_made_of_many_small_commits() -> None:
     queue = CommitQueue(10_000)
-    for number in range(300):
+    for number in range(600):
         queue.add(run_records(2, number), None, ())
     group = queue.take()
     assert group is not None
@@ -97,8 +97,8 @@ async def test_a_commit_of_nothing_is_done_at_once() -> None:
 
 
 async def test_commits_that_wait_fail_together() -> None:
-    queue = CommitQueue(1000)
-    waiters = [queue.add(run_records(300, number), None, ()) for number in range(2)]
+    queue = CommitQueue(10_000)
+    waiters = [queue.add(run_records(GROUP_RECORDS_MAX + 1, number), None, ()) for number in range(2)]
     queue.take()
     queue.fail(OSError("gone"))
     assert all(isinstance(waiter.exception(), OSError) for waiter in waiters)

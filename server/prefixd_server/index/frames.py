@@ -22,8 +22,9 @@ from enum import IntEnum
 
 from prefixd_server.index.records import KEY_BYTES, RECORD_BYTES
 
-GROUP_RECORDS_MAX = 256
-"""Records that one group commit makes durable together: bounds how long a commit waits for others."""
+GROUP_RECORDS_MAX = 1024
+"""Records that one group commit makes durable together: 64 MiB of 64 KiB blocks with one sync, 2 to 3 ms.
+With 256 of them the index, not the disk, sets the pace of demotion."""
 LOAD_ROWS = 4096
 """Rows of one ROWS frame, 0.7 MB: below 2 ms of the daemon's loop."""
 FRAME_BYTES_MAX = 64 << 20
