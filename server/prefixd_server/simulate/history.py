@@ -6,6 +6,7 @@ a reply is told to the policy before arrival + TTFT + output x TPOT.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ NEW, AGAIN = history_byte(NO_GAP, reused=False), history_byte(NO_GAP, reused=Tru
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class Running(ABC):
     """A request whose reply has not ended: what the policy made of it, and the nodes that it used last."""
 
     request: int
@@ -97,9 +98,9 @@ class ReplayState:
                 progress(request)
         return hits
 
+    @abstractmethod
     def request(self, request: int, now: float) -> int:
         """One request arrives. Blocks that it hits."""
-        raise NotImplementedError
 
     def known_rows(self, run: NDArray[np.int32]) -> Rows:
         """Rows of the run's leading blocks that are known."""
