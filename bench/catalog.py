@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -185,21 +186,25 @@ def measure(block_count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures, prints a table against the limits, writes JSON when asked."""
+    """Measures, prints a table against the limits; exit status 1 when one is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true", help="10,000,000 blocks too (a few minutes, 2 GiB)")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     results = {}
+    missed = False
     for block_count in (1_000_000, 10_000_000) if arguments.large else (1_000_000,):
         result = results[block_count] = measure(block_count)
         print(f"{block_count:,} blocks, {result['blocks_per_node']:.1f} a node")
         for name, value in result.items():
             limit = LIMITS[block_count].get(name.removesuffix("_worst"))
             against = "" if limit is None else f"   limit {limit:g}   {100 * value / limit:.0f} % of it"
-            print(f"  {name:24} {value:12.3f}{against}")
+            over = limit is not None and value > limit
+            missed |= over
+            print(f"  {name:24} {value:12.3f}{against}{'   MISSED' if over else ''}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))
+    sys.exit(missed)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prefixd_server.app.daemon import Daemon
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.config_sources import load_config
+from prefixd_server.base.failpoints import VARIABLE as FAILPOINTS
 from prefixd_server.base.logs import route_to_standard_library
 
 from tests.support.wire import short_directory
@@ -65,9 +66,10 @@ class DaemonProcess:
     Args:
         socket: the first tenant's socket, in a short directory.
         arguments: further arguments of serve.
+        failpoints: where it is to die, see base/failpoints.py.
     """
 
-    def __init__(self, socket: Path, *arguments: str) -> None:
+    def __init__(self, socket: Path, *arguments: str, failpoints: str = "") -> None:
         self.socket = socket
         self.log_path = socket.with_suffix(".log")
         with self.log_path.open("ab") as log:
@@ -85,7 +87,11 @@ class DaemonProcess:
                 ],
                 stderr=log,
                 stdout=log,
-                env={"PATH": os.environ.get("PATH", ""), "PYTHONWARNINGS": "error::ResourceWarning"},
+                env={
+                    "PATH": os.environ.get("PATH", ""),
+                    "PYTHONWARNINGS": "error::ResourceWarning",
+                    FAILPOINTS: failpoints,
+                },
             )
 
     def __enter__(self) -> DaemonProcess:

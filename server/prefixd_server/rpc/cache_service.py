@@ -141,6 +141,7 @@ class CacheService:
         ref, spec = self._namespace(request)
         shard, group = requests.shard(request.shard, spec), requests.kv_group(request.kv_group, spec)
         run = checks.run(request, spec.hash_bytes)
+        await self._cache.wait_for(self._tenant, ref, run, MAX_WAIT_S)
         source = self._cache.begin_get(self._tenant, ref, shard, group, run)
         try:
             summary = wire.GetSummary(hit_block_count=source.hit_count, block_bytes=source.block_bytes)

@@ -13,15 +13,20 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+TTFT_BASE_S = 0.1
+PREFILL_TOKENS_PER_S = 8000.0
+TPOT_S = 0.02
+
+
 @dataclass(frozen=True, slots=True)
 class ServingModel:
     """How fast the engine is thought to be."""
 
-    ttft_base_s: float = 0.1
+    ttft_base_s: float = TTFT_BASE_S
     """Time to the first token when everything hits: scheduling and one step."""
-    prefill_tokens_per_s: float = 8000.0
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     """About an 8B model on one current GPU."""
-    tpot_s: float = 0.02
+    tpot_s: float = TPOT_S
     """Time per output token."""
 
     def ttft_s(self, missed_tokens: float) -> float:

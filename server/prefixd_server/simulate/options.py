@@ -32,11 +32,11 @@ def fraction_list(_ctx: click.Context, _param: click.Parameter, value: str) -> l
     return sorted(set(fractions))
 
 
-def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int:
-    """A size such as 64GiB; 0 where it is not given."""
+def size_list(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[int]:
+    """Sizes such as 64GiB, separated by commas; none where nothing is given."""
     if value is None:
-        return 0
+        return []
     try:
-        return parse_size(value)
+        return [parse_size(part) for part in value.split(",")]
     except ValueError as error:
         raise click.BadParameter(f"{value!r} {error}") from error

@@ -1,14 +1,11 @@
-"""Many replays at once: traces x policies x sizes x seeds, in parallel processes.
+"""Replays of one tier: traces x policies x sizes x seeds.
 
 A replay is deterministic in its seed. Results of several seeds are averaged.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -162,39 +159,6 @@ def jobs_for(
         for fraction in fractions
         for seed in (seeds if policy in SEEDED else seeds[:1])
     ]
-
-
-def run_jobs(
-    jobs: list[Job], process_count: int, done: Callable[[Outcome], None] = lambda _outcome: None
-) -> list[Outcome]:
-    """Runs all, in so many processes; results in the jobs' order.
-
-    Args:
-        done: told of each result as it comes.
-    """
-    if process_count <= 1 or len(jobs) == 1:
-        outcomes = []
-        for job in jobs:
-            outcomes.append(run_job(job))
-            done(outcomes[-1])
-        return outcomes
-    results: dict[int, Outcome] = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(process_count, len(jobs)), mp_context=context) as pool:
-        running: dict[Future[Outcome], int] = {
-            pool.submit(run_job, job): place for place, job in enumerate(jobs)
-        }
-        for future in _as_done(running):
-            results[running[future]] = future.result()
-            done(results[running[future]])
-    return [results[place] for place in range(len(jobs))]
-
-
-def _as_done(futures: dict[Future[Outcome], int]) -> Iterator[Future[Outcome]]:
-    waiting = set(futures)
-    while waiting:
-        finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from finished
 
 
 def mean_over_seeds(outcomes: list[Outcome]) -> list[Outcome]:

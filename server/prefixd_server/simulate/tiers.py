@@ -93,7 +93,7 @@ class TierReplay(ReplayState):
         nodes = [path]
         parent = int(rows[-1]) if hit else NO_ROW
         for part in self.rest(run, hit, access):
-            room = self._make_room(self.tiers[0], len(part.ids), now)
+            room = self._admit(part, now)
             if room == 0:
                 break
             whole = room >= len(part.ids)
@@ -153,6 +153,18 @@ class TierReplay(ReplayState):
         return ready_at
 
     # -- down ----------------------------------------------------------------------------------
+
+    def _admit(self, part: Part, now: float) -> int:
+        """Room in the fastest tier for new blocks: at any cost where a slower one catches what falls out."""
+        if len(self.tiers) > 1 or self.learner is None:
+            return self._make_room(self.tiers[0], len(part.ids), now)
+        tier = self.tiers[0]
+        short = len(part.ids) - (self.capacity[tier] - self.used[tier])
+        if short > 0:
+            victims = self.learner.victims_for(self._views[tier], short, part.history, now, self.rng)
+            for node, taken in victims:
+                self._leave(tier, node, taken, now)
+        return min(len(part.ids), self.capacity[tier] - self.used[tier])
 
     def _make_room(self, tier: Tier, count: int, now: float) -> int:
         """Sees to it that `count` copies fit into the tier; how many do, at most `count`."""

@@ -305,7 +305,12 @@ def test_each_requests_life_is_reported_once(side, cache) -> None:
     side.build(scheduled("r"))
     asked.num_output_tokens = 7
     side.finished(asked, [])
-    queued, started, finished = cache.reports
+    side.build(scheduled())
+    for _ in range(5000):
+        if len(cache.reports) == 3:
+            break
+        threading.Event().wait(0.001)
+    queued, started, finished = sorted(cache.reports, key=lambda report: report.phase)
     assert (queued.phase, started.phase, finished.phase) == (
         RequestPhase.QUEUED,
         RequestPhase.STARTED,

@@ -119,9 +119,19 @@ class Asking:
         """Runs a test that may read files."""
         return self._threads.submit(test)
 
+    def run(self, task: Callable[[], None]) -> None:
+        """Runs what nobody waits for."""
+        self._threads.submit(self._run_task, task)
+
     def close(self) -> None:
         """Ends the threads; answers under way still arrive."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run_task(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:  # the outermost seam: nobody looks at the future
+            _LOG.exception("prefixd: a background task failed")
 
     def _run(self, question: Question, resolve: Resolve, hashes: Sequence[bytes], request_id: str) -> None:
         answer = Answer(None, None)

@@ -282,6 +282,5 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _report(self, spec: NamespaceSpec, report: UsageReport) -> None:
-        namespace = self._namespaces.opened(spec)
-        if namespace is not None:
-            namespace.report_usage(report)
+        """On a background thread."""
+        self._namespaces.open(spec).report_usage(report)

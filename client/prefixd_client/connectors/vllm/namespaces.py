@@ -22,7 +22,3 @@ class Namespaces:
         if found is None:
             found = self._opened.setdefault(spec, self._client.namespace(spec))
         return found
-
-    def opened(self, spec: NamespaceSpec) -> Namespace | None:
-        """The namespace if some thread has opened it already; never waits."""
-        return self._opened.get(spec)

@@ -14,6 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from prefixd_client.namespace import NamespaceSpec
@@ -32,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 Report = Callable[[NamespaceSpec, UsageReport], None]
-"""Queues a usage report of a namespace's request; never waits."""
+"""Sends a usage report of a namespace's request; called on a background thread."""
 
 
 class SchedulerSide:
@@ -43,7 +44,7 @@ class SchedulerSide:
         block_tokens: tokens per block.
         worker_count: workers that report each job.
         acquire: the client's call, made on background threads.
-        report: takes usage reports.
+        report: takes usage reports, on a background thread.
         now: seconds of a monotonic clock.
     """
 
@@ -71,6 +72,7 @@ class SchedulerSide:
         self._next_loads: list[LoadJob] = []
         self._next_saves: list[SaveJob] = []
         self._next_held: set[str] = set()
+        self._next_reports: list[tuple[NamespaceSpec, UsageReport]] = []
         self._book = SaveBook(worker_count)
         self.tallies = Tallies()
 
@@ -190,6 +192,9 @@ class SchedulerSide:
             self._book.opened(save)
         jobs = StepJobs(self._next_loads, self._next_saves, fences, frozenset(self._next_held))
         self._next_loads, self._next_saves, self._next_held = [], [], set()
+        if self._next_reports:
+            self._asking.run(partial(self._send, self._next_reports))
+            self._next_reports = []
         return jobs
 
     def outcomes(self, outcomes: StepOutcomes | None, invalid_blocks: set[int]) -> None:
@@ -366,4 +371,9 @@ class SchedulerSide:
 
     def _tell(self, tracked: Tracked, report: UsageReport) -> None:
         if self._settings.report_usage and tracked.namespace is not None:
-            self._report(tracked.namespace, report)
+            self._next_reports.append((tracked.namespace, report))
+
+    def _send(self, reports: list[tuple[NamespaceSpec, UsageReport]]) -> None:
+        """On a background thread."""
+        for namespace, report in reports:
+            self._report(namespace, report)
