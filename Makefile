@@ -7,6 +7,7 @@ PY := $(VENV)/bin/python
 DRAM ?= 512MiB
 SOCKET ?= build/prefixd.sock
 ONLY ?=
+SEEDS ?= 200
 PYTEST_ARGS ?=
 
 # The environment is stamped with what it was made from, so that a changed pin
@@ -22,7 +23,7 @@ RELEASE := $(shell git describe --tags --abbrev=0 --match 'v*' 2>/dev/null)
 GIT_DIR := $(shell git rev-parse --git-common-dir 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint proto bench serve clean
+.PHONY: help demo test crash-test lint proto bench serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -32,6 +33,9 @@ demo: $(READY) ## two engine processes share one cache; exits 1 if a logit diffe
 
 test: lint ## lint, then every test (20 min at most on 2 cores)
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+crash-test: $(READY) ## the daemon killed SEEDS=200 times at random over its NVMe tier (15 min)
+	@PREFIXD_CRASH_SEEDS=$(SEEDS) $(PY) -m pytest tests/crash/test_nvme_kills.py $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy, import floors, buf (1 min)
 	@$(VENV)/bin/ruff check .

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -94,7 +95,7 @@ class DaemonProcess:
                 },
             )
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> Self:
         self.wait_until_serving()
         return self
 

@@ -224,7 +224,7 @@ def _print(outcomes: list[Outcome], tier_outcomes: list[TierOutcome], advice: di
         tiers = tiers_table([outcome for outcome in tier_outcomes if outcome.trace == trace])
         for table, pinning in ((one, PINNING), (tiers, TIER_PINNING)):
             if table.rows:
-                shown = Table(*table.head, title=f"{trace}: {pinning}")
+                shown = Table(*table.head, title=f"{trace}: {pinning}", box=None, padding=(0, 1))
                 for row in table.rows:
                     shown.add_row(*row)
                 console.print(shown)

@@ -51,7 +51,7 @@ class Link:
         return self.free_at
 
     def by_bins(self, duration_s: float, bin_count: int) -> list[int]:
-        """Bytes carried in each of equal parts of the duration; what comes later counts in the last."""
+        """Bytes carried in each of equal parts of the duration, which reaches to the last transfer."""
         width = max(duration_s / bin_count, 1e-9)
         bins = [0] * bin_count
         for second, size_bytes in self.carried.items():

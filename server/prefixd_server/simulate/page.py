@@ -118,7 +118,7 @@ def _by_size(outcomes: list[Outcome], field: str, scale: float, y_label: str) ->
 
 
 def _tier_charts(tiers: list[TierOutcome]) -> list[tuple[str, str]]:
-    labels = [f"{outcome.policy} {sizes_of(outcome)}" for outcome in tiers]
+    labels = [f"{outcome.policy}, {sizes_of(outcome)}" for outcome in tiers]
     names = list(dict.fromkeys(name for outcome in tiers for name in outcome.hit_token_ratio_by_tier))
     hits = [Series(n, [], [100 * o.hit_token_ratio_by_tier.get(n, 0.0) for o in tiers]) for n in names]
     times = [
@@ -139,7 +139,7 @@ def _tier_charts(tiers: list[TierOutcome]) -> list[tuple[str, str]]:
         ),
     ]
     for outcome, label in zip(tiers, labels, strict=True):
-        width = max(outcome.duration_s, 1.0) / TIME_BIN_COUNT
+        width = max(outcome.links_busy_s, 1.0) / TIME_BIN_COUNT
         hours = [(i + 0.5) * width / 3600 for i in range(TIME_BIN_COUNT)]
         lines = [
             Series(name, hours, [size / width / 1e9 for size in moved])
@@ -158,8 +158,8 @@ def _histogram(histogram: Histogram) -> str:
 def _table(table: TextTable) -> str:
     if not table.rows:
         return ""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
+    head = "".join(f"<th>{escape(text)}</th>" for text in table.head)
+    rows = ("".join(f"<td>{escape(text)}</td>" for text in row) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     title = f'<h3 class="table">{escape(table.title)}</h3>'
     return f'{title}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

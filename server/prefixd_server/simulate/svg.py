@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 60, 16, 14, 44
+WIDTH, HEIGHT = 640, 340
+LEFT, RIGHT, TOP, BOTTOM = 60, 16, 14, 64
+TEXT_WIDTH = 6.2
+"""Of one letter, about."""
 COLOURS = ("#1f6feb", "#d1570a", "#2da44e", "#8250df", "#bf3989", "#9a6700", "#57606a", "#0a7d8c")
 
 
@@ -48,7 +50,7 @@ def line_chart(
     parts = _frame(y_high, x_label, y_label)
     ticks = sorted({x for line in drawn for x in line.xs}) if log_x else _steps(x_low, x_high)
     for x in ticks:
-        text = f"{100 * x:g}%" if x_percent else f"{x:g}"
+        text = f"{100 * x:g}%" if x_percent else f"{x:.3g}"
         parts.append(
             f'<text x="{place(x, 0)[0]:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{text}</text>'
         )
@@ -85,17 +87,30 @@ def bar_chart(labels: Sequence[str], series: Sequence[Series], *, y_label: str, 
                 f'<rect x="{at:.1f}" y="{base:.1f}" width="{bar:.1f}" height="{height:.1f}" '
                 f'fill="{colour_of(number)}">{title}</rect>'
             )
-        parts.append(_bar_label(LEFT + (i + 0.5) * group, label, len(labels)))
+        parts.append(_bar_label(LEFT + (i + 0.5) * group, label, group))
     legend = [(line.name, colour_of(number)) for number, line in enumerate(series)] if len(series) > 1 else []
     return _svg(parts, y_label) + _legend(legend)
 
 
-def _bar_label(x: float, label: str, count: int) -> str:
-    if count <= 5:
-        return f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(label)}</text>'
-    y = HEIGHT - BOTTOM + 12
+def _bar_label(x: float, label: str, width: float) -> str:
+    """Below its bar in lines broken at commas where that fits, else turned."""
+    lines = label.split(", ")
+    y = HEIGHT - BOTTOM + 14
+    if max(len(line) for line in lines) * TEXT_WIDTH <= width:
+        spans = "".join(
+            f'<tspan x="{x:.1f}" dy="{13 * (i > 0)}">{escape(t)}</tspan>' for i, t in enumerate(lines)
+        )
+        return f'<text y="{y}" text-anchor="middle">{spans}</text>'
     turned = f'text-anchor="end" transform="rotate(-30 {x:.1f} {y})"'
     return f'<text x="{x:.1f}" y="{y}" {turned}>{escape(label)}</text>'
+
+
+def _short(value: float) -> str:
+    """1500000 as 1.5M."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:g}{suffix}"
+    return f"{value:.4g}"
 
 
 def _frame(y_high: float, x_label: str, y_label: str) -> list[str]:
@@ -103,7 +118,9 @@ def _frame(y_high: float, x_label: str, y_label: str) -> list[str]:
     for step in range(6):
         y = HEIGHT - BOTTOM - step / 5 * (HEIGHT - TOP - BOTTOM)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_high * step / 5:.4g}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(y_high * step / 5)}</text>'
+        )
     middle = (HEIGHT - BOTTOM + TOP) / 2
     turned = f'text-anchor="middle" transform="rotate(-90 14 {middle})"'
     parts.append(f'<text x="14" y="{middle}" {turned}>{escape(y_label)}</text>')

@@ -51,6 +51,7 @@ class TierOutcome:
     link_bytes_over_time: dict[str, list[int]]
     ssd_written_bytes: int
     duration_s: float
+    links_busy_s: float
     pinning: str = PINNING
 
     def as_json(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def run_tier_job(job: TierJob) -> TierOutcome:
     p50, p99, p999 = np.quantile(replay.ttft_s, [0.5, 0.99, 0.999]).tolist()
     duration = float(trace.arrival_s[-1])
     links = replay.links.all()
+    busy = max(duration, *(link.free_at for link in links))
     return TierOutcome(
         trace=trace.name,
         policy=job.policy,
@@ -88,7 +90,8 @@ def run_tier_job(job: TierJob) -> TierOutcome:
         ttft_p999_s=p999,
         tokens_saved=float(sum(replay.hit_tokens.values())),
         link_bytes={link.name: link.bytes_total for link in links},
-        link_bytes_over_time={link.name: link.by_bins(duration, TIME_BIN_COUNT) for link in links},
+        link_bytes_over_time={link.name: link.by_bins(busy, TIME_BIN_COUNT) for link in links},
         ssd_written_bytes=replay.links.down[Tier.DRAM].bytes_total,
         duration_s=duration,
+        links_busy_s=busy,
     )
