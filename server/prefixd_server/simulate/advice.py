@@ -94,7 +94,8 @@ def advise_tiers(outcomes: list[TierOutcome], trace: str) -> list[str]:
     if chosen.links_busy_s > LATE * chosen.duration_s:
         lines.append(
             "The links cannot keep up: their last transfer ends "
-            f"{chosen.links_busy_s - chosen.duration_s:.0f} s after the last request; waiting times above include "
+            f"{chosen.links_busy_s - chosen.duration_s:.0f} s after the last request; waiting times "
+            "above include "
             "the queue."
         )
     if chosen.nvme_bytes:
