@@ -95,8 +95,7 @@ def advise_tiers(outcomes: list[TierOutcome], trace: str) -> list[str]:
         lines.append(
             "The links cannot keep up: their last transfer ends "
             f"{chosen.links_busy_s - chosen.duration_s:.0f} s after the last request; waiting times "
-            "above include "
-            "the queue."
+            "above include the queue."
         )
     if chosen.nvme_bytes:
         lines.append(f"The drive is written at {human_size(int(per_day))} a day.")

@@ -75,6 +75,7 @@ def bar_chart(labels: Sequence[str], series: Sequence[Series], *, y_label: str, 
     parts = _frame(y_high, "", y_label)
     group = (WIDTH - LEFT - RIGHT) / len(labels)
     bar = group * 0.8 / (1 if stacked else len(series))
+    flat = max(len(line) for label in labels for line in label.split(", ")) * TEXT_WIDTH <= group
     for i, label in enumerate(labels):
         x, base = LEFT + i * group + group * 0.1, float(HEIGHT - BOTTOM)
         for number, line in enumerate(series):
@@ -87,16 +88,16 @@ def bar_chart(labels: Sequence[str], series: Sequence[Series], *, y_label: str, 
                 f'<rect x="{at:.1f}" y="{base:.1f}" width="{bar:.1f}" height="{height:.1f}" '
                 f'fill="{colour_of(number)}">{title}</rect>'
             )
-        parts.append(_bar_label(LEFT + (i + 0.5) * group, label, group))
+        parts.append(_bar_label(LEFT + (i + 0.5) * group, label, flat=flat))
     legend = [(line.name, colour_of(number)) for number, line in enumerate(series)] if len(series) > 1 else []
     return _svg(parts, y_label) + _legend(legend)
 
 
-def _bar_label(x: float, label: str, width: float) -> str:
-    """Below its bar in lines broken at commas where that fits, else turned."""
+def _bar_label(x: float, label: str, *, flat: bool) -> str:
+    """Below its bar: flat, in lines broken at commas, or turned."""
     lines = label.split(", ")
     y = HEIGHT - BOTTOM + 14
-    if max(len(line) for line in lines) * TEXT_WIDTH <= width:
+    if flat:
         spans = "".join(
             f'<tspan x="{x:.1f}" dy="{13 * (i > 0)}">{escape(t)}</tspan>' for i, t in enumerate(lines)
         )
