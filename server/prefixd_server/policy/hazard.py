@@ -95,7 +95,7 @@ class HazardTable:
         )
         sources = chosen.copy()
         sources[kinds] = first_of_kind
-        self.index[:] = _index_of(hazards[sources])[places].ravel()
+        self.index[:] = index_of(hazards[sources])[places].ravel()
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ def _smooth(table: Table) -> Table:
     return table
 
 
-def _index_of(hazards: Table) -> Table:
+def index_of(hazards: Table) -> Table:
     """V from hazards, same shape.
 
     Over a window the reuses gained, the seconds spent and the part that survives

@@ -177,28 +177,28 @@ class ImportancePolicy:
         def score_of(node: int) -> float:
             return self._score(view, node, now)
 
-        while choice.left > 0 and view.leaf_count > 0:
-            nodes, scores, complete = self._leaves(view, now, rng)
+        sampling = view.leaf_count > SCAN_COUNT_MAX
+        while choice.left > 0:
+            nodes = self._sample(view, choice.met, rng) if sampling else view.leaves()
+            scores = self._scores(view, nodes, now)
             before = len(choice.met)
             stopped = take_lowest(choice, nodes, scores, score_of, ceiling, TAKEN_AT_ONCE)
-            if complete and choice.left > 0 and not stopped:
-                stopped = take_lowest(choice, nodes, scores, score_of, ceiling, len(nodes))
-            if complete or stopped or len(choice.met) == before:
+            if not sampling and not stopped and choice.left > 0:
+                take_lowest(choice, nodes, scores, score_of, ceiling, len(nodes))
+            if stopped or not sampling:
                 break
+            # A sample that gives nothing leaves it to a look at all.
+            sampling = len(choice.met) > before
         if choice.victims:
             idle = now - float(view.last_use[choice.victims[0][0]])
             self._residence_s += RESIDENCE_SMOOTHING * (idle - self._residence_s)
         return choice.victims
 
-    def _leaves(
-        self, view: TierView, now: float, rng: np.random.Generator
-    ) -> tuple[Nodes, NDArray[np.float64], bool]:
-        """All leaves, or a sample of many; their importance; and whether these are all."""
+    def _sample(self, view: TierView, met: set[int], rng: np.random.Generator) -> Nodes:
+        """Some of many leaves that were not met yet; a leaf may come twice."""
         nodes = view.leaves()
-        complete = len(nodes) <= SCAN_COUNT_MAX
-        if not complete:
-            nodes = nodes.take((rng.random(SAMPLE_COUNT) * len(nodes)).astype(np.intp))
-        return nodes, self._scores(view, nodes, now), complete
+        nodes = nodes.take((rng.random(SAMPLE_COUNT) * len(nodes)).astype(np.intp))
+        return nodes[np.isin(nodes, list(met), invert=True)] if met else nodes
 
     # -- scores --------------------------------------------------------------------------------
 

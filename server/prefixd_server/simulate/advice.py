@@ -92,11 +92,8 @@ def advise_tiers(outcomes: list[TierOutcome], trace: str) -> list[str]:
         f"{chosen.ttft_p99_s:.2f} s at p99 and {chosen.ttft_p999_s:.2f} s at p99.9, on the modelled links.",
     ]
     if chosen.links_busy_s > LATE * chosen.duration_s:
-        lines.append(
-            "The links cannot keep up: their last transfer ends "
-            f"{chosen.links_busy_s - chosen.duration_s:.0f} s after the last request; waiting times "
-            "above include the queue."
-        )
+        late = chosen.links_busy_s - chosen.duration_s
+        lines.append(f"The links cannot keep up: the last transfer ends {late:.0f} s after the last request.")
     if chosen.nvme_bytes:
         lines.append(f"The drive is written at {human_size(int(per_day))} a day.")
     return lines

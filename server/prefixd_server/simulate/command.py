@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,8 @@ from prefixd_server.simulate.tiers import TierSizes
 
 KV_BYTES_PER_TOKEN = 131_072
 """An 8B model with 32 layers, 8 KV heads of 128, two bytes."""
+PLAIN_WIDTH = 140
+"""Columns of the table where the output is not a terminal."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -218,7 +221,7 @@ def _advice(
 
 
 def _print(outcomes: list[Outcome], tier_outcomes: list[TierOutcome], advice: dict[str, list[str]]) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for trace, lines in advice.items():
         one = one_tier_table([outcome for outcome in outcomes if outcome.trace == trace])
         tiers = tiers_table([outcome for outcome in tier_outcomes if outcome.trace == trace])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, Rows, StopReason
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, StopReason
 from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.tree import PrefixTree
@@ -73,6 +73,8 @@ class ReplayState:
         self.trace = trace
         self.policy = policy
         self.columns = BlockColumns(block_count_max)
+        for slots in self.columns.slot.values():
+            slots[:] = NO_SLOT
         self.tree = PrefixTree(self.columns, block_count_max)
         self.tree.add_space(SPACE, POOL)
         self.learner = policy if isinstance(policy, LearningPolicy) else None

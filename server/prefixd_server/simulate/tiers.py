@@ -98,8 +98,6 @@ class TierReplay(ReplayState):
                 break
             whole = room >= len(part.ids)
             made = self.add(Part(part.ids[:room], part.history), parent, now)
-            for slots in self.columns.slot.values():
-                slots[made] = NO_SLOT
             self._put(self.tiers[0], made)
             if self.tiers[0] is not Tier.HBM:
                 self.links.down[Tier.HBM].move(len(made) * self.block_bytes, now)
