@@ -19,9 +19,12 @@ def scribble(
         lease = client.namespace(spec).acquire(hashes, shards=(shard,), timeout_s=5.0)
         assert lease is not None, "nothing of the run is kept"
         with lease:
-            slots = list(
-                lease._slots(lease._extents[shard, 0], 0, lease.block_count, spec.kv_groups[0].block_bytes)
-            )
+            size = spec.kv_groups[0].block_bytes
+            slots = [
+                span.address + index * span.stride_bytes
+                for span in lease._spans(lease._extents[shard, 0], 0, lease.block_count, size)
+                for index in range(span.block_count)
+            ]
             for block in blocks:
                 byte = ctypes.c_ubyte.from_address(slots[block] + 17)
                 byte.value ^= 0xFF

@@ -276,21 +276,23 @@ class Harness:
     def _run_worker(self, worker: Worker, output: Any, jobs: StepJobs) -> KVConnectorOutput:
         side = worker.side
         side.fence(jobs)
+        sent: set[str] = set()
+        received: set[str] = set()
+        bad: set[int] = set()
         if output.has_sync_kv_loads:
             side.start_loads(jobs)
-            side_bad = side.finished()[1], side.take_bad_blocks()
-            self._forward(worker, output, side_bad[1])
+            sent, received = side.finished()
+            bad = side.take_bad_blocks()
+            self._forward(worker, output, bad)
         else:
-            side_bad = set(), set()
-            self._forward(worker, output, set())
+            self._forward(worker, output, bad)
             side.start_loads(jobs)
         side.start_saves(jobs)
-        sent, received = side.finished()
-        bad = side_bad[1] | side.take_bad_blocks()
+        sent_since, received_since = side.finished()
         return KVConnectorOutput(
-            finished_sending=sent or None,
-            finished_recving=(received | side_bad[0]) or None,
-            invalid_block_ids=bad,
+            finished_sending=(sent | sent_since) or None,
+            finished_recving=(received | received_since) or None,
+            invalid_block_ids=bad | side.take_bad_blocks(),
             kv_connector_worker_meta=side.take_outcomes(),
         )
 
