@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.errors import LimitReached, NotFound
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import (
     Acquired,
     BadBlock,
@@ -215,14 +216,14 @@ class Reading:
         for shard, group in parts:
             space = catalog.namespaces.space(namespace, shard, group)
             rows = catalog.find(space, hashes[:known])
-            known = _leading(rows >= 0)
+            known = leading(rows >= 0)
             rows = rows[:known]
             tier = self._tier_of(rows, allowed)
             servable = tier != 0
             if catalog.waiting_count:
                 # Otherwise every readable copy is visible: only waiting blocks are whole and hidden.
                 servable &= catalog.visible(rows)
-            hit = min(hit, _leading(servable))
+            hit = min(hit, leading(servable))
             tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
         return Found(rows_of, hit, known, tiers)
@@ -304,14 +305,6 @@ class Reading:
 def _every_part(namespace: Namespace) -> list[tuple[int, int]]:
     spec = namespace.spec
     return [(shard, group) for shard in range(spec.shard_count) for group in range(len(spec.kv_groups))]
-
-
-def _leading(mask: NDArray[np.bool_]) -> int:
-    """Length of the leading run of True."""
-    if len(mask) == 0:
-        return 0
-    stop = int(mask.argmin())
-    return len(mask) if mask[stop] else stop
 
 
 def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:

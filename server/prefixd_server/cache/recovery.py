@@ -18,6 +18,7 @@ import structlog
 from numpy.typing import NDArray
 
 from prefixd_server.base.failpoints import failpoint
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, Hashes, SlotState, Tier
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -229,7 +230,7 @@ class Recovery:
         # After a lost log tail, records of two spaces may name one slot: the first to come keeps it.
         places = slots[fresh]
         free = (places >= 0) & (catalog.slots[Tier.NVME].state[np.maximum(places, 0)] == SlotState.FREE)
-        usable = len(fresh) if free.all() else int(free.argmin())
+        usable = leading(free)
         if usable:
             self._put(space, above, records, fresh[:usable], slots)
         refused: NDArray[np.int64] = np.concatenate([members[:known][~kept], fresh[usable:]])

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from prefixd_server.base.errors import LimitReached, Unavailable
 from prefixd_server.base.failpoints import failpoint
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_SLOT, Checksums, Rows, Slots, SlotState, Tier
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -105,7 +106,7 @@ class Transfers:
         catalog = self._state.catalog
         good = (rows >= 0) & catalog.visible(rows) & catalog.resident(Tier.DRAM, rows)
         good &= catalog.columns.slot[Tier.NVME][rows] == NO_SLOT
-        return rows[: _leading(good)]
+        return rows[: leading(good)]
 
     async def _write(self, namespace: Namespace, shard: int, group: int, rows: Rows, slots: Slots) -> int:
         catalog = self._state.catalog
@@ -124,7 +125,7 @@ class Transfers:
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             await self._state.movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
             # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
-            count = _leading(good & (table.row[slots] >= 0))
+            count = leading(good & (table.row[slots] >= 0))
             recording = True
             await self._nvme.put(namespace, records[:count])
             failpoint("demotion.recorded")
@@ -168,7 +169,7 @@ class Transfers:
         cold = (catalog.columns.slot[Tier.DRAM][rows] == NO_SLOT) & (stored != NO_SLOT)
         rows, stored = rows[cold], stored[cold]
         readable = catalog.slots[Tier.NVME].state[stored] == SlotState.RESIDENT
-        rows, stored = rows[: _leading(readable)], stored[: _leading(readable)]
+        rows, stored = rows[: leading(readable)], stored[: leading(readable)]
         if len(rows) == 0 or not self._nvme.usable:
             return waits
         self._state.apply(CopiesLeased(Tier.NVME, stored))
@@ -293,10 +294,3 @@ class Transfers:
         """Waits for the promotions under way."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-
-def _leading(mask: NDArray[np.bool_]) -> int:
-    if len(mask) == 0:
-        return 0
-    stop = int(mask.argmin())
-    return len(mask) if mask[stop] else stop

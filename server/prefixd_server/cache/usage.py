@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixd_server.base.errors import PrefixdError
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import RequestPhase, Rows, UsageReport
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
@@ -48,8 +47,7 @@ class Usage:
         catalog = self._state.catalog
         assert report.hashes is not None, "asked only for reports that carry a run"
         rows = catalog.find(space, report.hashes)
-        hidden = np.flatnonzero(~catalog.visible(rows))
-        return rows[: int(hidden[0])] if len(hidden) else rows
+        return rows[: leading(catalog.visible(rows))]
 
 
 def _measure(session: Session, report: UsageReport) -> None:

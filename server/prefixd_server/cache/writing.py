@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.errors import InvalidRequest, StateConflict
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import (
     NO_ROW,
     Checksums,
@@ -126,7 +127,7 @@ class Writing:
         space = self._space(namespace, shard, kv_group)
         parent_row = NO_ROW if parent is None else int(catalog.find(space, parent)[0])
         rows = catalog.find(space, hashes)
-        known = rows[: _leading_known(rows)]
+        known = rows[: leading(rows != NO_ROW)]
         missing = len(hashes) - len(known)
         if parent is not None and parent_row == NO_ROW:
             if len(known):
@@ -252,11 +253,6 @@ class Admitted:
         if self.declined_count:
             ranges.append((ReserveOutcome.DECLINED, self.declined_count))
         return tuple(ranges)
-
-
-def _leading_known(rows: Rows) -> int:
-    unknown = np.flatnonzero(rows == NO_ROW)
-    return int(unknown[0]) if len(unknown) else len(rows)
 
 
 def _refuse_repeats(hashes: Hashes) -> None:

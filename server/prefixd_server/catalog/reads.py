@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, Rows, Slots, SlotState, Tier
 from prefixd_server.catalog.columns import COMMITTED, PINNED, VISIBLE, BlockColumns
 from prefixd_server.catalog.journal import Journal
@@ -117,8 +118,7 @@ class CatalogReads:
             childless[0] = self.tree.ends_with(tier, int(rows[0]))
             childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent[rows[:-1]] == rows[1:])
             free_to_go &= kept_elsewhere | childless
-            stop = int(free_to_go.argmin())
-            return len(rows) if free_to_go[stop] else stop
+            return leading(free_to_go)
 
         return count
 
