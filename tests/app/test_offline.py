@@ -1,8 +1,9 @@
-"""`check --offline` and `inspect`: what they find on disk, what they forget, what they leave alone."""
+"""`prefixd check --offline` and `prefixd inspect`: what they find, forget, and leave alone."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from prefixd_server.app.cli import main
 from prefixd_server.app.exits import Exit
-from prefixd_server.app.offline import check_offline, inspect
 from prefixd_server.index.records import (
     KIND_BLOCK,
     KIND_NAMESPACE,
@@ -25,6 +26,7 @@ from prefixd_server.index.records import (
 from prefixd_server.index.store import Change, Store
 from prefixd_server.media.nvme_format import HEADER_BYTES, MARKER_NAME, segment_name
 
+from tests.support.daemon import PREFIXD
 from tests.support.specs import spec
 from tests.support.stores import SLOT_BYTES, blocks, hashes, small_store
 
@@ -99,12 +101,16 @@ def made(tmp_path: Path) -> Made:
     return made
 
 
-def call(command: Any, *arguments: object) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+def check_offline(directory: Path, *options: str) -> Result:
+    return CliRunner().invoke(main, ["check", "--offline", str(directory), *options])
+
+
+def inspect(directory: Path, *options: str) -> Result:
+    return CliRunner().invoke(main, ["inspect", str(directory), *options])
 
 
 def check(made: Made, *options: str) -> tuple[int, dict[str, Any]]:
-    result = call(check_offline, made.directory, "--json", *options)
+    result = check_offline(made.directory, "--json", *options)
     return result.exit_code, json.loads(result.stdout)
 
 
@@ -121,7 +127,7 @@ def test_a_whole_store_is_found_good_and_is_not_changed(made: Made) -> None:
     status, found = check(made)
     assert (status, found["good"], found["problems"], found["findings"]) == (Exit.OK, COUNT, 0, {})
     assert found["read_bytes"] == COUNT * SLOT_BYTES
-    assert "no damage" in call(check_offline, made.directory).stdout
+    assert "no damage" in check_offline(made.directory).stdout
     assert contents(made.directory) == before
 
 
@@ -130,7 +136,7 @@ def test_one_flipped_bit_is_found_and_costs_the_block_and_what_hangs_below_it(ma
     status, found = check(made)
     assert (status, found["good"]) == (Exit.FAILED, 6)
     assert found["findings"] == {"BYTES_WRONG": 1, "ORPHANED": 3}
-    assert "--repair" in call(check_offline, made.directory).stdout
+    assert "--repair" in check_offline(made.directory).stdout
     status, found = check(made, "--repair")
     assert (status, found["forgotten"]) == (Exit.OK, 4)
     assert made.left() == list(range(6))
@@ -222,7 +228,7 @@ def test_an_index_that_cannot_be_opened_is_left_alone_until_repair(made: Made) -
 
 def test_a_store_in_use_is_not_looked_at(made: Made) -> None:
     medium = small_store(made.directory, 2)
-    result = call(check_offline, made.directory)
+    result = check_offline(made.directory)
     assert result.exit_code == Exit.ALREADY_RUNNING
     assert "in use" in result.stderr
     medium.close()
@@ -230,21 +236,21 @@ def test_a_store_in_use_is_not_looked_at(made: Made) -> None:
 
 def test_what_is_not_a_store_is_refused(tmp_path: Path) -> None:
     for command in (check_offline, inspect):
-        result = call(command, tmp_path)
+        result = command(tmp_path)
         assert result.exit_code == Exit.USAGE
         assert MARKER_NAME in result.stderr
 
 
 def test_a_store_is_shown_by_namespace_and_age(made: Made) -> None:
     before = contents(made.directory)
-    shown = json.loads(call(inspect, made.directory, "--json").stdout)
+    shown = json.loads(inspect(made.directory, "--json").stdout)
     (line,) = shown["lines"]
     assert (line["tenant"], line["model_id"], line["epoch"]) == ("red", "model", 1)
     assert (line["block_count"], line["block_bytes"]) == (COUNT, COUNT * SLOT_BYTES)
     assert line["bytes_by_age"] == [0, 0, COUNT * SLOT_BYTES]
     assert (shown["segment_count"], shown["dead_record_count"]) == (2, 0)
     assert shown["index_bytes"] > 0
-    text = call(inspect, made.directory).stdout
+    text = inspect(made.directory).stdout
     assert "red" in text
     assert NAMESPACE.fingerprint.hex()[:12] in text
     assert contents(made.directory) == before
@@ -252,8 +258,28 @@ def test_a_store_is_shown_by_namespace_and_age(made: Made) -> None:
 
 def test_dropped_namespaces_and_reused_segments_are_shown_as_dead(made: Made) -> None:
     _reuse(made)
-    shown = json.loads(call(inspect, made.directory, "--json").stdout)
+    shown = json.loads(inspect(made.directory, "--json").stdout)
     assert shown["dead_record_count"] == COUNT
     assert shown["lines"][0]["block_count"] == 0
     _drop_namespace(made)
-    assert json.loads(call(inspect, made.directory, "--json").stdout)["lines"] == []
+    assert json.loads(inspect(made.directory, "--json").stdout)["lines"] == []
+
+
+def test_the_command_itself_answers_with_its_exit_status(made: Made) -> None:
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [PREFIXD, *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    made.flip(0, HEADER_BYTES + 77)
+    found = run("check", "--offline", made.directory, "--json")
+    assert (found.returncode, json.loads(found.stdout)["findings"]["BYTES_WRONG"]) == (Exit.FAILED, 1)
+    assert run("check", "--offline", made.directory, "--repair").returncode == Exit.OK
+    assert "no damage" in run("check", "--offline", made.directory).stdout
+    assert json.loads(run("inspect", made.directory, "--json").stdout)["segment_count"] == 2
+    assert run("inspect", made.directory / "index").returncode == Exit.USAGE
+
+
+def test_repair_without_a_store_is_a_usage_error() -> None:
+    result = CliRunner().invoke(main, ["check", "--repair"])
+    assert result.exit_code == Exit.USAGE
+    assert "--offline" in result.stderr

@@ -23,7 +23,10 @@ from prefixd_server.base.config_sources import load_config
 from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.logs import configure_logging, logger
 
-_ELSEWHERE: dict[str, tuple[str, str]] = {"simulate": ("prefixd_server.simulate.command", "simulate")}
+_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "inspect": ("prefixd_server.app.offline", "inspect"),
+    "simulate": ("prefixd_server.simulate.command", "simulate"),
+}
 """Commands whose imports are heavy: name -> (module, attribute), loaded when asked for."""
 
 

@@ -23,29 +23,22 @@ from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.sizes import human_size
 
 _COLUMNS = ("tenant", "namespace", "model", "blocks", "bytes", "last use", "< 1 h", "< 1 d", "older")
-_directory = click.argument("directory", type=click.Path(path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-@click.command("check-offline")
-@_directory
-@click.option("--repair", is_flag=True, help="Forget what is damaged; blocks that are good stay.")
-@_json
-def check_offline(directory: Path, repair: bool, as_json: bool) -> None:
-    """Verify every byte of a store whose daemon is stopped; exits with 1 when something is damaged."""
-    _exit_on_refusal(lambda: run_check(directory, repair=repair, as_json=as_json))
 
 
 @click.command()
-@_directory
-@_json
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(directory: Path, as_json: bool) -> None:
     """Show what is in a store whose daemon is stopped, by namespace and age."""
-    _exit_on_refusal(lambda: run_inspect(directory, as_json=as_json))
+    sys.exit(_explained(lambda: _inspect(directory, as_json=as_json)))
 
 
-def run_check(directory: Path, *, repair: bool, as_json: bool) -> Exit:
-    """Checks, repairs when told, prints. FAILED while damage is left."""
+def check(directory: Path, *, repair: bool, as_json: bool) -> Exit:
+    """Checks a store, repairs when told, prints. FAILED while damage is left."""
+    return _explained(lambda: _check(directory, repair=repair, as_json=as_json))
+
+
+def _check(directory: Path, *, repair: bool, as_json: bool) -> Exit:
     with OfflineStore(directory) as store:
         verdict = Check(store).run()
         forgotten = 0
@@ -58,8 +51,7 @@ def run_check(directory: Path, *, repair: bool, as_json: bool) -> Exit:
     return Exit.OK if repair or not verdict.problem_count else Exit.FAILED
 
 
-def run_inspect(directory: Path, *, as_json: bool) -> Exit:
-    """Prints the inventory."""
+def _inspect(directory: Path, *, as_json: bool) -> Exit:
     with OfflineStore(directory) as store:
         inventory = take_inventory(store, SystemClock().wall())
     if as_json:
@@ -69,17 +61,16 @@ def run_inspect(directory: Path, *, as_json: bool) -> Exit:
     return Exit.OK
 
 
-def _exit_on_refusal(act: Callable[[], Exit]) -> None:
+def _explained(act: Callable[[], Exit]) -> Exit:
+    """What a command ends with; says why a store cannot be looked at."""
     try:
-        status = act()
+        return act()
     except ConfigError as error:
         click.echo(f"prefixd: {error.message}", err=True)
-        status = Exit.ALREADY_RUNNING if error.reason == "ALREADY_RUNNING" else Exit.USAGE
+        return Exit.ALREADY_RUNNING if error.reason == "ALREADY_RUNNING" else Exit.USAGE
     except OSError as error:
         click.echo(f"prefixd: {error}", err=True)
-        status = Exit.FAILED
-    if status:
-        sys.exit(status)
+        return Exit.FAILED
 
 
 def _check_facts(verdict: Verdict, forgotten: int, *, repaired: bool) -> dict[str, object]:

@@ -228,8 +228,22 @@ def drop_namespace(socket: Path | None, as_json: bool, timeout: float, name: str
 
 @click.command()
 @_common
-def check(socket: Path | None, as_json: bool, timeout: float) -> None:
+@click.option(
+    "--offline",
+    "directory",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Verify every byte of a store instead, whose daemon is stopped.",
+)
+@click.option("--repair", is_flag=True, help="With --offline: forget what is damaged; good blocks stay.")
+def check(socket: Path | None, as_json: bool, timeout: float, directory: Path | None, repair: bool) -> None:
     """Verify every cross-link and identity of the catalog; fails when something is wrong."""
+    if directory is not None:
+        from prefixd_server.app import offline  # noqa: PLC0415 - other verbs need not wait for its imports
+
+        sys.exit(offline.check(directory, repair=repair, as_json=as_json))
+    if repair:
+        raise click.UsageError("--repair needs --offline DIR: a daemon forgets what is damaged by itself")
     with _operator(socket, timeout, as_json) as operator:
         answer = operator.call("Check", wire.CheckRequest())
         operator.show(answer, tables.check)
