@@ -184,9 +184,10 @@ class AsyncNamespace:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        max_wait_s: float = 0.0,
     ) -> AsyncReadLease | None:
         """See Namespace.acquire."""
-        call = self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id)
+        call = self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id, max_wait_s)
         granted = await self._client.run(call)
         return None if granted is None else AsyncReadLease(self._control, self.spec, granted)
 

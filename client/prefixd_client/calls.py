@@ -19,6 +19,8 @@ from .values import Committed, DeclineReason, Extent, ReserveOutcome, RunHits, T
 
 LEASE_SHARE_USED = 0.8
 """Of a lease's life, counted from before it was asked for: clocks drift and threads are put to sleep."""
+MAX_WAIT_S = 10.0
+"""Longest wait for blocks of a slower tier that the daemon grants."""
 SHARED_MEMORY_TIERS = frozenset({types_pb2.TIER_DRAM})
 """Tiers whose extents this client can map."""
 
@@ -76,6 +78,13 @@ def block_bytes_of(spec: NamespaceSpec, shard: int, kv_group: int) -> int:
             "kv_group", kv_group, f"must be 0 to {len(spec.kv_groups) - 1}", "check kv_groups"
         )
     return spec.kv_groups[kv_group].block_bytes
+
+
+def checked_wait(max_wait_s: float) -> float:
+    """The wait that is asked for, at most MAX_WAIT_S. Raises InvalidArgument."""
+    if not 0 <= max_wait_s < float("inf"):
+        raise InvalidArgument("max_wait_s", max_wait_s, "must be 0 or more seconds", "give a finite wait")
+    return min(max_wait_s, MAX_WAIT_S)
 
 
 # -- answers ------------------------------------------------------------------------------------

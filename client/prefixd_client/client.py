@@ -176,6 +176,7 @@ class Namespace:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        max_wait_s: float = 0.0,
     ) -> ReadLease | None:
         """Leases the longest kept prefix, the same length in every shard and KV group.
 
@@ -186,12 +187,13 @@ class Namespace:
             ttl_s: wished life; the daemon's maximum by default. It is renewed as long as it is held.
             timeout_s: options.lookup_timeout_s by default.
             request_id: the engine's name of the request: one use is counted for it.
+            max_wait_s: how long to wait, beyond timeout_s, for kept blocks of slower tiers, at most 10 s.
 
         Returns:
             None when nothing beyond the skipped blocks hit, or the daemon is away.
         """
         granted = self._client.run(
-            self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id)
+            self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id, max_wait_s)
         )
         return None if granted is None else ReadLease(self._control, self.spec, granted)
 

@@ -129,6 +129,7 @@ class Operations:
         ttl_s: float | None,
         timeout_s: float | None,
         request_id: str,
+        max_wait_s: float = 0.0,
     ) -> Call[ReadGrant | None]:
         """See Namespace.acquire."""
         session, ref = self.session()
@@ -137,6 +138,7 @@ class Operations:
             raise InvalidArgument("skip_blocks", skip_blocks, f"the run has {len(run)} blocks", "skip fewer")
         for shard in shards:
             calls.block_bytes_of(self._spec, shard, 0)
+        wait_s = calls.checked_wait(max_wait_s)
         request = wire.AcquireRequest(
             session_id=b"" if session is None else session.session_id,
             namespace=ref,
@@ -145,6 +147,7 @@ class Operations:
             redeem_shards=shards,
             ttl=calls.duration(ttl_s),
             request_id=request_id,
+            max_wait=calls.duration(wait_s or None),
         )
 
         def read(answer: wire.AcquireResponse, sent_at: float) -> ReadGrant | None:
@@ -162,7 +165,7 @@ class Operations:
         return Call(
             "Acquire",
             request,
-            timeout,
+            timeout + wait_s,
             read,
             None,
             session if can_map and skip_blocks < len(run) else None,
