@@ -14,6 +14,7 @@ from prefixd_server.cache.administration import Administration
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.cache import Cache
 from prefixd_server.cache.companions import Companions
+from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -66,6 +67,7 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
         catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
         policy=LruPolicy(),
         dram=dram,
+        media={Tier.DRAM: dram} if medium is None else {Tier.DRAM: dram, Tier.NVME: medium},
         movers=movers,
         clock=clock,
         limits=config.leases,
@@ -85,7 +87,7 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
         index = Index(medium.index_directory, medium.store_uuid)
         budget = WriteBudget(config.nvme.write_budget_bytes, clock)
         nvme = NvmeTier(state, room, medium, index, budget, config.nvme.retry_pause_s)
-        transfers = Transfers(state, room, nvme, bad_copies)
+        transfers = Transfers(state, room, nvme, Copier(state, bad_copies))
     reading = Reading(state, sessions, endings, verifier, bad_copies, transfers)
     writing = Writing(state, sessions, endings, room)
     return Cache(

@@ -16,6 +16,7 @@ from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.leases import LeaseTable
 from prefixd_server.media.dram import DramMedium
+from prefixd_server.media.medium import Medium
 from prefixd_server.media.movers import Movers
 from prefixd_server.policy.policy import Policy
 
@@ -40,6 +41,7 @@ class State:
     catalog: Catalog
     policy: Policy
     dram: DramMedium
+    media: dict[Tier, Medium]
     movers: Movers
     clock: Clock
     limits: LeaseConfig

@@ -10,19 +10,16 @@ those who want it wait for the same transfer.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from prefixd_server.base.errors import LimitReached, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_SLOT, Checksums, Rows, Slots, SlotState, Tier
-from prefixd_server.cache.bad_copies import BadCopies
+from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
+from prefixd_server.cache.copying import Batch, Copier
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
@@ -37,38 +34,20 @@ from prefixd_server.catalog.events import (
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.index.line import IndexUnavailable
 from prefixd_server.index.records import Records, seal
-from prefixd_server.media.medium import Medium
-from prefixd_server.media.movers import CallJob, CopyJob
-
-IO_BYTES_MAX = 8 << 20
-"""Bytes of one read or write: long enough for the disk's speed, short enough for the next in the queue."""
+from prefixd_server.media.movers import CallJob
 
 log = structlog.get_logger(__name__)
 FAULTS = (OSError, IndexUnavailable, LimitReached, Unavailable)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Blocks of one space on their way from slots of one tier to slots of another; checksums are copies."""
-
-    namespace: Namespace
-    shard: int
-    kv_group: int
-    source: Tier
-    source_slots: Slots
-    target: Tier
-    target_slots: Slots
-    checksums: Checksums
-
-
 class Transfers:
     """See the module."""
 
-    def __init__(self, state: State, room: Room, nvme: NvmeTier, bad_copies: BadCopies) -> None:
+    def __init__(self, state: State, room: Room, nvme: NvmeTier, copier: Copier) -> None:
         self._state = state
         self._room = room
         self._nvme = nvme
-        self._bad_copies = bad_copies
+        self._copier = copier
         self._arriving: dict[int, asyncio.Future[None]] = {}
         """By DRAM slot: done when the promotion that fills it has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,7 +100,7 @@ class Transfers:
         self._state.apply(CopiesLeased(Tier.DRAM, dram))
         recording = settled = False
         try:
-            good = await self._copy(batch)
+            good = await self._copier.copy(batch)
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             await self._state.movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
             # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
@@ -209,7 +188,7 @@ class Transfers:
         good = np.zeros(len(slots), dtype=np.bool_)
         whole = False
         try:
-            good = await self._copy(batch)
+            good = await self._copier.copy(batch)
             whole = True
         except FAULTS as error:
             self._nvme.pause(error)
@@ -222,73 +201,11 @@ class Transfers:
                 self._state.apply(CopyAbandoned(Tier.DRAM, slots[~kept]))
             self._state.apply(CopiesReleased(Tier.NVME, batch.source_slots))
             if whole and not good.all():
-                self._found_bad(batch, good)
+                self._copier.found_bad(batch, good)
             for slot in slots.tolist():
                 self._arriving.pop(slot, None)
             arrival.set_result(None)
         self._nvme.read_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
-
-    # -- bytes ---------------------------------------------------------------------------------
-
-    async def _copy(self, batch: Batch) -> NDArray[np.bool_]:
-        """Has movers copy and verify the batch; which blocks are good. Raises FAULTS."""
-        good = np.zeros(len(batch.source_slots), dtype=np.bool_)
-        spans = self._spans(batch)
-        results = await asyncio.gather(
-            *(self._state.movers.run(self._job(batch, first, end)) for first, end in spans),
-            return_exceptions=True,
-        )
-        for (first, end), result in zip(spans, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            good[first:end] = ~result.bad
-        if batch.source is Tier.DRAM and not good.all():
-            self._found_bad(batch, good)
-        return good
-
-    def _spans(self, batch: Batch) -> list[tuple[int, int]]:
-        """Pieces of the batch that are consecutive on both sides, of at most IO_BYTES_MAX."""
-        tables = self._state.catalog.slots
-        count = len(batch.source_slots)
-        breaks = np.zeros(count, dtype=np.bool_)
-        for tier, slots in ((batch.source, batch.source_slots), (batch.target, batch.target_slots)):
-            stride = np.uint32(tables[tier].stride)
-            breaks[1:] |= (slots[1:] != slots[:-1] + np.uint32(1)) | (slots[1:] % stride == 0)
-        longest = max(1, IO_BYTES_MAX // tables[batch.source].slot_bytes_of(int(batch.source_slots[0])))
-        edges = [0, *np.flatnonzero(breaks).tolist(), count]
-        return [
-            (at, min(at + longest, end))
-            for first, end in pairwise(edges)
-            for at in range(first, end, longest)
-        ]
-
-    def _job(self, batch: Batch, first: int, end: int) -> CopyJob:
-        source, source_segment, source_offset = self._place(batch.source, int(batch.source_slots[first]))
-        target, target_segment, target_offset = self._place(batch.target, int(batch.target_slots[first]))
-        spec = batch.namespace.spec
-        return CopyJob(
-            source=source,
-            source_segment_index=source_segment,
-            source_offset_bytes=source_offset,
-            target=target,
-            target_segment_index=target_segment,
-            target_offset_bytes=target_offset,
-            stride_bytes=spec.kv_groups[batch.kv_group].slot_bytes,
-            block_bytes=spec.kv_groups[batch.kv_group].block_bytes,
-            checksums=batch.checksums[first:end],
-            algorithm=spec.checksum_algorithm,
-        )
-
-    def _place(self, tier: Tier, slot: int) -> tuple[Medium, int, int]:
-        table = self._state.catalog.slots[tier]
-        medium: Medium = self._state.dram if tier is Tier.DRAM else self._nvme.medium
-        segment, position = divmod(slot, table.stride)
-        return medium, segment, position * table.slot_bytes_of(slot)
-
-    def _found_bad(self, batch: Batch, good: NDArray[np.bool_]) -> None:
-        """Copies whose bytes did not match are forgotten, deepest first: each takes what hangs below."""
-        for slot in batch.source_slots[~good][::-1].tolist():
-            self._bad_copies.found(batch.namespace.tenant, batch.source, slot)
 
     async def drain(self) -> None:
         """Waits for the promotions under way."""

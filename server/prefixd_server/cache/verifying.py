@@ -28,7 +28,7 @@ class Verifier:
         extent = table.extents(np.array([slot], dtype=np.uint32), None)[0]
         result = await self._state.movers.run(
             VerifyJob(
-                source=self._state.dram,
+                source=self._state.media[tier],
                 segment_index=table.segment_of(slot),
                 offset_bytes=extent.offset_bytes,
                 stride_bytes=extent.stride_bytes,

@@ -1,0 +1,105 @@
+"""The bytes of a transfer: whole extents from slots of one tier to slots of another, verified by movers.
+
+Who leases the source, reserves the target and publishes the copies is the transfer's business
+(transfers.py, hbm_transfers.py); nothing here changes the catalog but for copies found bad.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixd_server.base.types import Checksums, Slots, Tier
+from prefixd_server.cache.bad_copies import BadCopies
+from prefixd_server.cache.state import State
+from prefixd_server.catalog.namespaces import Namespace
+from prefixd_server.media.medium import Medium
+from prefixd_server.media.movers import CopyJob
+
+IO_BYTES_MAX = 8 << 20
+"""Bytes of one read or write: long enough for the disk's speed, short enough for the next in the queue."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Blocks of one space on their way from slots of one tier to slots of another; checksums are copies."""
+
+    namespace: Namespace
+    shard: int
+    kv_group: int
+    source: Tier
+    source_slots: Slots
+    target: Tier
+    target_slots: Slots
+    checksums: Checksums
+
+
+class Copier:
+    """See the module."""
+
+    def __init__(self, state: State, bad_copies: BadCopies) -> None:
+        self._state = state
+        self._bad_copies = bad_copies
+
+    async def copy(self, batch: Batch) -> NDArray[np.bool_]:
+        """Has movers copy and verify the batch; which blocks are good. Raises FAULTS."""
+        good = np.zeros(len(batch.source_slots), dtype=np.bool_)
+        spans = self._spans(batch)
+        results = await asyncio.gather(
+            *(self._state.movers.run(self._job(batch, first, end)) for first, end in spans),
+            return_exceptions=True,
+        )
+        for (first, end), result in zip(spans, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            good[first:end] = ~result.bad
+        if batch.source is Tier.DRAM and not good.all():
+            self.found_bad(batch, good)
+        return good
+
+    def _spans(self, batch: Batch) -> list[tuple[int, int]]:
+        """Pieces of the batch that are consecutive on both sides, of at most IO_BYTES_MAX."""
+        tables = self._state.catalog.slots
+        count = len(batch.source_slots)
+        breaks = np.zeros(count, dtype=np.bool_)
+        for tier, slots in ((batch.source, batch.source_slots), (batch.target, batch.target_slots)):
+            stride = np.uint32(tables[tier].stride)
+            breaks[1:] |= (slots[1:] != slots[:-1] + np.uint32(1)) | (slots[1:] % stride == 0)
+        longest = max(1, IO_BYTES_MAX // tables[batch.source].slot_bytes_of(int(batch.source_slots[0])))
+        edges = [0, *np.flatnonzero(breaks).tolist(), count]
+        return [
+            (at, min(at + longest, end))
+            for first, end in pairwise(edges)
+            for at in range(first, end, longest)
+        ]
+
+    def _job(self, batch: Batch, first: int, end: int) -> CopyJob:
+        source, source_segment, source_offset = self._place(batch.source, int(batch.source_slots[first]))
+        target, target_segment, target_offset = self._place(batch.target, int(batch.target_slots[first]))
+        spec = batch.namespace.spec
+        return CopyJob(
+            source=source,
+            source_segment_index=source_segment,
+            source_offset_bytes=source_offset,
+            target=target,
+            target_segment_index=target_segment,
+            target_offset_bytes=target_offset,
+            stride_bytes=spec.kv_groups[batch.kv_group].slot_bytes,
+            block_bytes=spec.kv_groups[batch.kv_group].block_bytes,
+            checksums=batch.checksums[first:end],
+            algorithm=spec.checksum_algorithm,
+        )
+
+    def _place(self, tier: Tier, slot: int) -> tuple[Medium, int, int]:
+        table = self._state.catalog.slots[tier]
+        segment, position = divmod(slot, table.stride)
+        return self._state.media[tier], segment, position * table.slot_bytes_of(slot)
+
+    def found_bad(self, batch: Batch, good: NDArray[np.bool_]) -> None:
+        """Copies whose bytes did not match are forgotten, deepest first: each takes what hangs below."""
+        for slot in batch.source_slots[~good][::-1].tolist():
+            self._bad_copies.found(batch.namespace.tenant, batch.source, slot)
