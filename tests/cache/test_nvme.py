@@ -66,8 +66,7 @@ def fill(engine: Engine, runs: int, length: int = 4) -> list[list[bytes]]:
 async def settled(node: Node) -> None:
     storage = node.cache.storage
     assert storage is not None
-    pools = range(node.cache.state.catalog.namespaces.pool_count)
-    await until(lambda: not any(storage.scheduler.plan(pool) for pool in pools))
+    await until(lambda: storage.scheduler.settled)
 
 
 def read(engine: Engine, hashes: list[bytes]) -> int:

@@ -2,8 +2,9 @@
 
 Each tick looks at every pool whose free slots have fallen below the watermark,
 asks the policy what would go next, and demotes what NVMe does not have yet,
-ancestors first, so that what survives a restart is whole. Eviction then drops
-DRAM copies without waiting.
+ancestors first, so that what survives a restart is whole. A few batches are under
+way at a time: while one waits for the index, the next is written. Eviction then
+drops DRAM copies without waiting.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import structlog
 
-from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.types import NO_SLOT, Rows, Tier
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.state import State
@@ -24,8 +23,8 @@ HIGH_WATER_SHARE = 1 / 8
 """Below this share of free slots (and of slots whose blocks NVMe has), a pool's oldest blocks are demoted."""
 BATCH_BYTES_MAX = 64 << 20
 """Bytes demoted in one batch: one flush and one index commit for all of it."""
-
-log = structlog.get_logger(__name__)
+BATCHES_UNDER_WAY_MAX = 3
+"""One is written, one recorded, one is about to begin."""
 
 
 class Scheduler:
@@ -35,43 +34,71 @@ class Scheduler:
         self._state = state
         self._nvme = nvme
         self._transfers = transfers
+        self._demotions: set[asyncio.Task[int]] = set()
 
     async def run(self) -> None:
-        """Ticks for ever; ends when cancelled."""
+        """Ticks for ever; ends when cancelled. What it has begun goes on, and is the transfers' to end."""
         while True:
-            worked = self._nvme.usable and await self.tick()
-            await asyncio.sleep(0 if worked else TICK_INTERVAL_S)
+            self.begin()
+            worked = False
+            if self._demotions:
+                done, _ = await asyncio.wait(
+                    self._demotions, timeout=TICK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                worked = any(task.result() for task in done)
+            if not worked:
+                await asyncio.sleep(TICK_INTERVAL_S)
 
     async def tick(self) -> bool:
-        """One round over all pools; whether anything was demoted."""
-        worked = False
+        """One round over all pools, to its end; whether anything was demoted."""
+        begun = self.begin()
+        return any([await task > 0 for task in begun])
+
+    def begin(self) -> list[asyncio.Task[int]]:
+        """Starts what is to be demoted now, as many batches as may be under way."""
+        begun: list[asyncio.Task[int]] = []
+        if not self._nvme.usable:
+            return begun
         for pool in range(self._state.catalog.namespaces.pool_count):
+            at_once = self._batch_count(pool)
             for rows in self.plan(pool):
-                if not self._nvme.usable:
-                    return worked
-                try:
-                    worked |= await self._transfers.demote(rows) > 0
-                except PrefixdError as error:
-                    log.warning("a demotion was given up", reason=str(error))
-        return worked
+                for first in range(0, len(rows), at_once):
+                    if len(self._demotions) >= BATCHES_UNDER_WAY_MAX:
+                        return begun
+                    task = self._transfers.begin_demotion(rows[first : first + at_once])
+                    self._demotions.add(task)
+                    task.add_done_callback(self._demotions.discard)
+                    begun.append(task)
+        return begun
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way and nothing is to be demoted."""
+        pools = range(self._state.catalog.namespaces.pool_count)
+        return not self._demotions and not any(self.plan(pool) for pool in pools)
 
     def plan(self, pool: int) -> list[Rows]:
-        """What to demote now, one array of rows per space, parents first."""
+        """What of the pool is to be demoted and is not under way yet: one array a space, parents first."""
         catalog = self._state.catalog
         table = catalog.slots[Tier.DRAM]
         wanted = int(table.slot_count(pool) * HIGH_WATER_SHARE) - table.free_count(pool)
+        wanted = min(wanted, BATCHES_UNDER_WAY_MAX * self._batch_count(pool))
         if wanted <= 0:
             return []
-        slot_bytes = catalog.namespaces.pool_of(pool).slot_bytes
-        wanted = min(wanted, max(1, BATCH_BYTES_MAX // slot_bytes))
         view = catalog.tree.view(Tier.DRAM, pool, catalog.evictable(Tier.DRAM))
         victims = self._state.policy.victims(view, wanted, self._state.clock.now(), self._state.rng)
+        claimed = self._transfers.claimed
         chosen: dict[int, dict[int, None]] = {}
         for node, count in victims:
             rows = catalog.tree.tail_rows(Tier.DRAM, node, count)
             if (catalog.columns.slot[Tier.NVME][rows] == NO_SLOT).any():
                 path = catalog.tree.path(int(rows[0]))
-                missing = path[catalog.columns.slot[Tier.NVME][path] == NO_SLOT]
+                missing = path[catalog.columns.slot[Tier.NVME][path] == NO_SLOT].tolist()
                 space = int(catalog.columns.space[rows[0]])
-                chosen.setdefault(space, {}).update(dict.fromkeys(missing.tolist()))
-        return [np.array(list(rows), dtype=np.int32) for rows in chosen.values()]
+                fresh = [row for row in missing if row not in claimed]
+                chosen.setdefault(space, {}).update(dict.fromkeys(fresh))
+        return [np.array(list(rows), dtype=np.int32) for rows in chosen.values() if rows]
+
+    def _batch_count(self, pool: int) -> int:
+        """Blocks of one batch."""
+        return max(1, BATCH_BYTES_MAX // self._state.catalog.namespaces.pool_of(pool).slot_bytes)

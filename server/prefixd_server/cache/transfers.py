@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
 
-from prefixd_server.base.errors import LimitReached, Unavailable
+from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
@@ -36,6 +37,8 @@ from prefixd_server.index.line import IndexUnavailable
 from prefixd_server.index.records import Records, seal
 from prefixd_server.media.movers import CallJob
 
+R = TypeVar("R")
+
 log = structlog.get_logger(__name__)
 FAULTS = (OSError, IndexUnavailable, LimitReached, Unavailable)
 
@@ -50,9 +53,33 @@ class Transfers:
         self._copier = copier
         self._arriving: dict[int, asyncio.Future[None]] = {}
         """By DRAM slot: done when the promotion that fills it has ended."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.claimed: set[int] = set()
+        """Rows on their way to NVMe, from the plan on."""
 
     # -- demotion ------------------------------------------------------------------------------
+
+    def begin_demotion(self, rows: Rows) -> asyncio.Task[int]:
+        """demote() as a task that ends by itself; its rows are `claimed` until then."""
+        claims = set(rows.tolist())
+        self.claimed |= claims
+
+        async def work() -> int:
+            try:
+                return await self.demote(rows)
+            except PrefixdError as error:
+                log.warning("a demotion was given up", reason=str(error))
+                return 0
+            finally:
+                self.claimed -= claims
+
+        return self._kept(asyncio.ensure_future(work()))
+
+    def _kept(self, task: asyncio.Task[R]) -> asyncio.Task[R]:
+        """The task, which drain() waits for."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def demote(self, rows: Rows) -> int:
         """Copies blocks of one space from DRAM to NVMe, durably; parents first. Blocks published."""
@@ -173,9 +200,7 @@ class Transfers:
         )
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arriving.update(dict.fromkeys(slots.tolist(), arrival))
-        task = asyncio.ensure_future(self._read(batch, arrival))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._kept(asyncio.ensure_future(self._read(batch, arrival)))
         return [*waits, arrival]
 
     def _under_way(self, rows: Rows) -> list[asyncio.Future[None]]:
@@ -208,6 +233,6 @@ class Transfers:
         self._nvme.read_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
 
     async def drain(self) -> None:
-        """Waits for the promotions under way."""
+        """Waits for the transfers under way."""
         if self._tasks:
             await asyncio.wait(self._tasks)
