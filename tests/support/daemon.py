@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -68,9 +68,16 @@ class DaemonProcess:
         socket: the first tenant's socket, in a short directory.
         arguments: further arguments of serve.
         failpoints: where it is to die, see base/failpoints.py.
+        environment: further variables.
     """
 
-    def __init__(self, socket: Path, *arguments: str, failpoints: str = "") -> None:
+    def __init__(
+        self,
+        socket: Path,
+        *arguments: str,
+        failpoints: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.socket = socket
         self.log_path = socket.with_suffix(".log")
         with self.log_path.open("ab") as log:
@@ -92,6 +99,7 @@ class DaemonProcess:
                     "PATH": os.environ.get("PATH", ""),
                     "PYTHONWARNINGS": "error::ResourceWarning",
                     FAILPOINTS: failpoints,
+                    **(environment or {}),
                 },
             )
 

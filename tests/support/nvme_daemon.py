@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,15 @@ class NvmeDaemon(DaemonProcess):
     Args:
         directory: short; holds the socket, the log and the data.
         failpoints: see base/failpoints.py.
+        environment: further variables.
     """
 
-    def __init__(self, directory: Path, failpoints: str = "") -> None:
+    def __init__(
+        self, directory: Path, failpoints: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
         settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
         arguments = ("--data-dir", str(directory / "data"), "--dram-size", "4MiB", *settings)
-        super().__init__(directory / "p.sock", *arguments, failpoints=failpoints)
+        super().__init__(directory / "p.sock", *arguments, failpoints=failpoints, environment=environment)
         options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(f"unix:{self.socket}", options=options)
         cache: Any = cache_service_pb2_grpc.CacheServiceStub

@@ -110,12 +110,13 @@ def serve(
     from prefixd_server.app import daemon  # noqa: PLC0415 - other verbs need not wait for the daemon's imports
 
     try:
-        daemon.run(config)
+        status = daemon.run(config)
     except PrefixdError as error:
         logger("prefixd.daemon").error(
             "cannot start", reason=error.reason, detail=error.message, **error.metadata
         )
         sys.exit(Exit.ALREADY_RUNNING if error.reason == "ALREADY_RUNNING" else Exit.USAGE)
+    sys.exit(status)
 
 
 @main.group()

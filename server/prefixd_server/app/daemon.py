@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 import prefixd_server
+from prefixd_server.app.exits import Exit
 from prefixd_server.app.exposition import Exposition
 from prefixd_server.app.lock import Lock, data_dir_lock, remove_sockets, socket_lock
+from prefixd_server.app.notify import Notifier, keep_beating
 from prefixd_server.base.clock import Clock, SystemClock
 from prefixd_server.base.config import Config, TenantConfig, config_error
 from prefixd_server.base.logs import logger
@@ -108,6 +113,17 @@ class Daemon:
         await self._open.aclose()
         self._log.info("stopped")
 
+    def status(self) -> str:
+        """One line for the service manager. Raises what ended a background task, if one has ended."""
+        self.cache.raise_if_broken()
+        stats = self.cache.stats(None)
+        tiers = ", ".join(
+            f"{tier.tier.name} {tier.state}" + (f" ({tier.state_reason})" if tier.state_reason else "")
+            for tier in stats.tiers
+        )
+        what = "draining" if stats.draining else "serving"
+        return f"{what}: {tiers}; {stats.session_count} sessions, {stats.lease_count} leases"
+
     # -- start, step by step -------------------------------------------------------------------
 
     def _take_locks(self) -> None:
@@ -177,12 +193,14 @@ class Daemon:
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due))
 
 
-def run(config: Config) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once."""
-    uvloop.run(_serve_until_signalled(config))
+def run(config: Config) -> Exit:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once. Raises PrefixdError."""
+    # A watchdog's SIGABRT shows in the log where the loop hung.
+    faulthandler.enable()
+    return uvloop.run(_serve_until_signalled(config))
 
 
-async def _serve_until_signalled(config: Config) -> None:
+async def _serve_until_signalled(config: Config) -> Exit:
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -196,15 +214,34 @@ async def _serve_until_signalled(config: Config) -> None:
     # What is there now stays for good: no collection needs to look at it again.
     gc.collect()
     gc.freeze()
-    await first.wait()
-    draining = asyncio.ensure_future(daemon.drain())
-    hurried = asyncio.ensure_future(second.wait())
-    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    if hurried.done():
-        daemon.hurry()
-    draining.cancel()
-    hurried.cancel()
-    await daemon.stop()
+    with contextlib.closing(Notifier.from_environment(os.environ)) as notifier:
+        notifier.ready(daemon.status())
+        beating = asyncio.ensure_future(keep_beating(notifier, daemon.status))
+        try:
+            await _first_of(beating, first.wait())
+            notifier.stopping("draining", config.drain.timeout_s)
+            await _first_of(beating, daemon.drain(), second.wait())
+        except Exception as error:  # whatever ended a background task: the daemon cannot keep its promises
+            logger("prefixd.daemon").critical("a background task has ended", exc_info=error)
+            return Exit.FAILED
+        finally:
+            beating.cancel()
+            if second.is_set():
+                daemon.hurry()
+            await daemon.stop()
+    return Exit.OK
+
+
+async def _first_of(beating: asyncio.Future[Any], *waits: Awaitable[Any]) -> None:
+    """Returns when one of `waits` is done; the others are cancelled. Raises what ended it or the beating."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait({beating, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _socket_of(tenant: TenantConfig) -> Path:
