@@ -1,0 +1,44 @@
+"""The suite runs over the stand-in driver, or with PREFIXD_REAL_GPU=1 on a real one (docs/gpu.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import fake_cuda
+from tests.support.fake_cuda import MIB, FakeCuda
+
+IS_REAL = os.environ.get("PREFIXD_REAL_GPU") == "1"
+DEVICE_COUNT = 2
+
+
+@pytest.fixture(scope="session")
+def own_machine(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    """The stand-in that this process uses: a driver is initialised once."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    if IS_REAL:
+        pytest.skip("injects faults, which a real driver does not let us do")
+    if not fake_cuda.has_compiler():
+        pytest.skip("the stand-in driver needs gcc to be built")
+    machine = FakeCuda(tmp_path_factory.mktemp("cuda"), DEVICE_COUNT, 64 * MIB)
+    machine.preload()
+    return machine
+
+
+@pytest.fixture
+def machine(own_machine: FakeCuda) -> Iterator[FakeCuda]:
+    """The stand-in without faults; afterwards no rule was broken."""
+    before = len(own_machine.violations)
+    own_machine.heal()
+    yield own_machine
+    own_machine.heal()
+    assert own_machine.violations[before:] == []
+
+
+@pytest.fixture
+def careless(own_machine: FakeCuda) -> FakeCuda:
+    """The stand-in for tests that break its rules on purpose."""
+    own_machine.heal()
+    return own_machine
