@@ -148,7 +148,7 @@ class Harness:
         max_requests: int = 16,
         **settings: Any,
     ) -> None:
-        extra = {"weights_revision": "test", "lookup_timeout_s": 5.0, **settings}
+        extra = {"weights_revision": "test", "lookup_timeout_s": 5.0, "load_if_sooner": False, **settings}
         self.config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,

@@ -64,3 +64,26 @@ def engine_of(request: pytest.FixtureRequest, config_only_model: Path) -> Callab
         )
 
     return make
+
+
+@pytest.fixture
+def cache() -> Any:
+    """A cache that answers at once."""
+    from tests.support.vllm_hooks import Cache  # noqa: PLC0415 - needs vLLM
+
+    return Cache()
+
+
+@pytest.fixture
+def side(cache: Any) -> Iterator[Any]:
+    """A scheduler's side with its namespace open."""
+    from prefixd_client.connectors.vllm.scheduler import SchedulerSide  # noqa: PLC0415 - needs vLLM
+    from prefixd_client.connectors.vllm.settings import Settings  # noqa: PLC0415 - needs vLLM
+
+    from tests.support.vllm_hooks import TOKENS  # noqa: PLC0415 - needs vLLM
+
+    made = SchedulerSide(Settings(), TOKENS, 1, cache.acquire, cache.report, now=lambda: 0.0)
+    made.use_namespace("namespace")
+    yield made
+    cache.may_answer.set()
+    made.close()

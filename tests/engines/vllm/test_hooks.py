@@ -3,111 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 from prefixd_client.connectors.vllm.metadata import StepOutcomes
 from prefixd_client.connectors.vllm.scheduler import SchedulerSide
 from prefixd_client.connectors.vllm.settings import Settings
 from prefixd_client.connectors.vllm.tracked import Phase
-from prefixd_client.values import RequestPhase, RunHits, StopReason, Tier, UsageReport
+from prefixd_client.values import RequestPhase, StopReason, Tier
 
-TOKENS = 16
-
-
-class FakeLease:
-    """A lease that counts how often it is given back."""
-
-    token = b"t" * 16
-
-    def __init__(self, hit_count: int) -> None:
-        self.run = RunHits(((Tier.DRAM, hit_count - 1), (Tier.NVME, 1)), 0, 0)
-        self.hit_count = hit_count
-        self.is_over = False
-        self.released = threading.Event()
-
-    def expired(self) -> bool:
-        return self.is_over
-
-    def release(self) -> None:
-        self.released.set()
-
-
-class Cache:
-    """The client, cranked by the test: answers come when `may_answer` is set."""
-
-    def __init__(self) -> None:
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self.lease: FakeLease | None = FakeLease(10)
-        self.asked: list[tuple[int, int]] = []
-        self.reports: list[UsageReport] = []
-
-    def acquire(self, _spec: Any, hashes: Any, skip: int, _request_id: str) -> FakeLease | None:
-        assert self.may_answer.wait(10)
-        self.asked.append((len(hashes), skip))
-        return self.lease
-
-    def report(self, _spec: Any, report: UsageReport) -> None:
-        self.reports.append(report)
-
-
-def request(name: str = "r", tokens: int = 200, **fields: Any) -> Any:
-    """What the hooks read of vLLM's request."""
-    known = {
-        "request_id": name,
-        "num_tokens": tokens,
-        "num_prompt_tokens": tokens,
-        "num_output_tokens": 0,
-        "num_computed_tokens": 0,
-        "num_in_flight_tokens": 0,
-        "block_hashes": [bytes([index]) * 32 for index in range(tokens // TOKENS)],
-        "skip_reading_prefix_cache": False,
-        "lora_request": None,
-        "get_finished_reason": lambda: "length",
-    }
-    return SimpleNamespace(**(known | fields))
-
-
-@pytest.fixture
-def cache() -> Cache:
-    """A cache that answers at once."""
-    return Cache()
-
-
-@pytest.fixture
-def side(cache: Cache) -> Iterator[SchedulerSide]:
-    """A scheduler's side with its namespace open."""
-    made = SchedulerSide(Settings(), TOKENS, 1, cache.acquire, cache.report, now=lambda: 0.0)
-    made.use_namespace("namespace")
-    yield made
-    cache.may_answer.set()
-    made.close()
-
-
-def answered(side: SchedulerSide, asked: Any, computed: int = 0) -> tuple[int | None, bool]:
-    """Asks as the scheduler does, step after step, until there is an answer."""
-    for _ in range(5000):
-        found = side.matched_tokens(asked, computed)
-        if found[0] is not None:
-            return found
-        threading.Event().wait(0.001)
-    raise AssertionError("no answer")
-
-
-def scheduled(*names: str, tables: Callable[[str], Any] = lambda _: [list(range(100))], **fields: Any) -> Any:
-    """A step's SchedulerOutput."""
-    known = {
-        "num_scheduled_tokens": dict.fromkeys(names, 1),
-        "scheduled_new_reqs": [],
-        "scheduled_cached_reqs": SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-        ),
-        "kv_connector_block_state": SimpleNamespace(get_block_ids=tables),
-    }
-    return SimpleNamespace(**(known | fields))
+from tests.support.vllm_hooks import TOKENS, FakeLease, answered, request, scheduled
 
 
 def test_a_hook_answers_while_the_daemon_does_not(side, cache) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from prefixd_client.namespace import NamespaceSpec
 from prefixd_client.values import RunHits, Tier
 
 _LOG = logging.getLogger(__name__)
-THREAD_COUNT = 2
-"""One may hang until its deadline while the other answers."""
+THREAD_COUNT = 16
+"""Questions that wait for blocks from NVMe at a time, while others are answered."""
 
 
 class Lease(Protocol):
@@ -57,8 +58,9 @@ class Answer:
 
 
 Resolve = Callable[[], NamespaceSpec | None]
-Acquire = Callable[[NamespaceSpec, Sequence[bytes], int, str], Lease | None]
-"""(namespace, hashes, blocks to skip, request id) to a lease, or None where nothing beyond is kept."""
+Acquire = Callable[[NamespaceSpec, Sequence[bytes], int, str, float], Lease | None]
+"""(namespace, hashes, blocks to skip, request id, seconds to wait for what comes from NVMe) to a lease, or
+None where nothing beyond is kept."""
 
 
 class Question:
@@ -97,22 +99,32 @@ class Asking:
 
     Args:
         acquire: the client's call; bounded by its own deadline.
+        now: seconds of a monotonic clock.
     """
 
-    def __init__(self, acquire: Acquire) -> None:
+    def __init__(self, acquire: Acquire, now: Callable[[], float] = time.monotonic) -> None:
         self._acquire = acquire
+        self._now = now
         self._threads = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="prefixd-ask")
 
-    def ask(self, resolve: Resolve, hashes: Sequence[bytes], skip_blocks: int, request_id: str) -> Question:
+    def ask(
+        self,
+        resolve: Resolve,
+        hashes: Sequence[bytes],
+        skip_blocks: int,
+        request_id: str,
+        wait_s: float = 0.0,
+    ) -> Question:
         """What of this run is kept beyond the engine's own blocks?
 
         Args:
             resolve: finds the namespace; may read files.
             hashes: of the run from its root; no longer than skip_blocks asks for the namespace only.
             skip_blocks: blocks that the engine has itself.
+            wait_s: how long from now to wait for kept blocks that are not readable yet.
         """
         question = Question(skip_blocks)
-        self._threads.submit(self._run, question, resolve, hashes, request_id)
+        self._threads.submit(self._run, question, resolve, hashes, request_id, self._now() + wait_s)
         return question
 
     def check(self, test: Callable[[], bool]) -> Future[bool]:
@@ -133,13 +145,22 @@ class Asking:
         except Exception:  # the outermost seam: nobody looks at the future
             _LOG.exception("prefixd: a background task failed")
 
-    def _run(self, question: Question, resolve: Resolve, hashes: Sequence[bytes], request_id: str) -> None:
+    def _run(
+        self,
+        question: Question,
+        resolve: Resolve,
+        hashes: Sequence[bytes],
+        request_id: str,
+        wait_until: float,
+    ) -> None:
         answer = Answer(None, None)
         try:
             namespace = resolve()
             answer = Answer(namespace, None)
             if namespace is not None and len(hashes) > question.skip_blocks:
-                answer = Answer(namespace, self._acquire(namespace, hashes, question.skip_blocks, request_id))
+                wait_s = max(0.0, wait_until - self._now())
+                lease = self._acquire(namespace, hashes, question.skip_blocks, request_id, wait_s)
+                answer = Answer(namespace, lease)
         except Exception:  # the outermost seam: the request waits for an answer, whatever it is
             _LOG.exception("prefixd: asking failed, the request is computed")
         finally:

@@ -73,6 +73,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._plan.world_size,
                 self._acquire,
                 self._report,
+                tell_events=_events_wanted(vllm_config),
             )
         else:
             pipeline_rank, tensor_rank = worker_ranks()
@@ -246,8 +247,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         return side.tallies.take() if side is not None else None
 
     def take_events(self) -> Iterable[Any]:
-        """The cache's own events come from the daemon."""
-        return ()
+        """What this engine's saves have put into the cache, and what was found lost."""
+        return self._side.events.take()
 
     def shutdown(self) -> None:
         """Gives back leases, ends threads, closes the session."""
@@ -275,12 +276,20 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(jobs, StepJobs)
         return jobs
 
-    def _acquire(self, spec: NamespaceSpec, hashes: Any, skip_blocks: int, request_id: str) -> Lease | None:
+    def _acquire(
+        self, spec: NamespaceSpec, hashes: Any, skip_blocks: int, request_id: str, wait_s: float
+    ) -> Lease | None:
         """On a background thread."""
         return self._namespaces.open(spec).acquire(
-            hashes, skip_blocks=skip_blocks, shards=(), request_id=request_id
+            hashes, skip_blocks=skip_blocks, shards=(), request_id=request_id, max_wait_s=wait_s
         )
 
     def _report(self, spec: NamespaceSpec, report: UsageReport) -> None:
         """On a background thread."""
         self._namespaces.open(spec).report_usage(report)
+
+
+def _events_wanted(vllm_config: Any) -> bool:
+    """Whether the operator has turned vLLM's KV events on."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)

@@ -35,11 +35,12 @@ class Redeems(Protocol):
 @dataclass
 class LoadResults:
     """Loads that ended since the last look. done: (request, all of its loads between steps) and bad: blocks
-    of the KV cache that hold nothing usable. counts: leading good blocks per job."""
+    of the KV cache that hold nothing usable. counts: leading good blocks per job; seconds: what it took."""
 
     done: set[str] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
     counts: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
 
 
 class Loads:
@@ -91,14 +92,16 @@ class Loads:
         except Exception:  # the outermost seam: the engine waits for the outcome, whatever it is
             _LOG.exception("prefixd: load of %s failed, its blocks are computed", job.request_id)
         finally:
+            seconds = time.monotonic() - begin
             self._tallies.add(
                 loaded_blocks=good,
                 loaded_bytes=good * self._memory.block_bytes,
                 unloaded_blocks=len(job.block_ids) - good,
-                load_seconds=time.monotonic() - begin,
+                load_seconds=seconds,
             )
             with self._lock:
                 self._results.counts[job.job_id] = good
+                self._results.seconds[job.job_id] = seconds
                 self._results.bad.update(job.block_ids[good:])
                 if not job.in_step:
                     self._results.done.add(job.request_id)

@@ -70,15 +70,20 @@ class StepOutcomes(KVConnectorWorkerMetadata):
     """Workers to scheduler. Several workers' outcomes of one step add up.
 
     loaded and saved: per job (workers that finished it, fewest leading blocks any of them got right).
+    load_seconds: per job, of its slowest worker.
     """
 
     loaded: dict[int, tuple[int, int]] = field(default_factory=dict)
     saved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    load_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcomes:
         """Both together."""
         assert isinstance(other, StepOutcomes)
-        return StepOutcomes(_added(self.loaded, other.loaded), _added(self.saved, other.saved))
+        seconds = dict(self.load_seconds)
+        for job_id, passed in other.load_seconds.items():
+            seconds[job_id] = max(passed, seconds.get(job_id, 0.0))
+        return StepOutcomes(_added(self.loaded, other.loaded), _added(self.saved, other.saved), seconds)
 
     def __bool__(self) -> bool:
         """Whether there is anything to tell; vLLM drops what is empty."""

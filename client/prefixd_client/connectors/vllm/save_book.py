@@ -7,10 +7,11 @@ the step that reuses them waits for the save, or calls it off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from .metadata import SaveJob
+from .metadata import LoadJob, SaveJob
 
 
 @dataclass(slots=True)
@@ -88,3 +89,24 @@ class SaveBook:
 
     def __len__(self) -> int:
         return len(self._open)
+
+
+def given_away(output: Any, loads: Sequence[LoadJob], block_tokens: int) -> list[int]:
+    """Blocks that a step lets somebody write: newly allocated ones, and targets of loads.
+
+    Args:
+        output: vLLM's SchedulerOutput.
+        loads: the step's.
+        block_tokens: tokens per block.
+    """
+    blocks: list[int] = [block for job in loads for block in job.block_ids]
+    for new in output.scheduled_new_reqs:
+        blocks.extend(new.block_ids[0][new.num_computed_tokens // block_tokens :])
+    cached = output.scheduled_cached_reqs
+    for request_id, new_ids, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if new_ids:
+            resumed = request_id in cached.resumed_req_ids
+            blocks.extend(new_ids[0][computed // block_tokens if resumed else 0 :])
+    return blocks

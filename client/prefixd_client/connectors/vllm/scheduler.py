@@ -22,8 +22,10 @@ from prefixd_client.values import Tier, UsageReport
 
 from .adapters import Adapters
 from .asking import Acquire, Asking, hits_beyond
+from .estimates import Estimates
+from .events import KvEvents
 from .metadata import LoadJob, SaveJob, StepJobs, StepOutcomes
-from .save_book import SaveBook
+from .save_book import SaveBook, given_away
 from .settings import Settings
 from .stats import Tallies
 from .tracked import Phase, Tracked
@@ -45,6 +47,7 @@ class SchedulerSide:
         worker_count: workers that report each job.
         acquire: the client's call, made on background threads.
         report: takes usage reports, on a background thread.
+        tell_events: whether anybody follows vLLM's KV events.
         now: seconds of a monotonic clock.
     """
 
@@ -55,6 +58,8 @@ class SchedulerSide:
         worker_count: int,
         acquire: Acquire,
         report: Report,
+        *,
+        tell_events: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -74,6 +79,8 @@ class SchedulerSide:
         self._next_held: set[str] = set()
         self._next_reports: list[tuple[NamespaceSpec, UsageReport]] = []
         self._book = SaveBook(worker_count)
+        self._estimates = Estimates(block_tokens, settings.wait_max_s)
+        self.events = KvEvents(block_tokens, enabled=tell_events)
         self.tallies = Tallies()
 
     # -- the namespace ------------------------------------------------------------------------------
@@ -135,7 +142,7 @@ class SchedulerSide:
             return 0, False
         tracked.own_blocks = skip
         found = min(tracked.lease.hit_count, limit) - skip
-        if not self._worth(found):
+        if not self._worth(found) or not self._comes_sooner(found):
             tracked.drop_lease()
             tracked.phase = Phase.MISSED
             return 0, False
@@ -187,7 +194,9 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._stepping(tracked, now, output)
-        fences = self._book.fences(self._given_away(output)) if len(self._book) else frozenset()
+        fences: frozenset[int] = frozenset()
+        if len(self._book):
+            fences = self._book.fences(given_away(output, self._next_loads, self._block_tokens))
         for save in self._next_saves:
             self._book.opened(save)
         jobs = StepJobs(self._next_loads, self._next_saves, fences, frozenset(self._next_held))
@@ -199,13 +208,15 @@ class SchedulerSide:
 
     def outcomes(self, outcomes: StepOutcomes | None, invalid_blocks: set[int]) -> None:
         """What the workers have done since."""
-        for job_id, (workers, good) in (outcomes.loaded if outcomes else {}).items():
-            self._loaded(job_id, workers, good)
-        for job_id, (workers, kept) in (outcomes.saved if outcomes else {}).items():
+        outcomes = outcomes or StepOutcomes()
+        for job_id, (workers, good) in outcomes.loaded.items():
+            self._loaded(job_id, workers, good, outcomes.load_seconds.get(job_id, 0.0))
+        for job_id, (workers, kept) in outcomes.saved.items():
             saved = self._book.reported(job_id, workers, kept)
             if saved is not None:
                 self.tallies.add(saved_blocks=saved.saved, unsaved_blocks=saved.block_count - saved.saved)
                 self._mark_unkept(saved.request_id, saved.block_count - saved.saved)
+                self.events.saved(job_id, saved.saved)
         if invalid_blocks:
             for tracked in list(self._loading.values()):
                 if not invalid_blocks.isdisjoint(tracked.load_blocks):
@@ -248,9 +259,13 @@ class SchedulerSide:
     def _worth(self, blocks: int) -> bool:
         return blocks > 0 and blocks * self._block_tokens >= self._settings.min_load_tokens
 
+    def _comes_sooner(self, blocks: int) -> bool:
+        return not self._settings.load_if_sooner or self._estimates.load_pays(blocks)
+
     def _ask(self, tracked: Tracked, hashes: Sequence[bytes], skip: int) -> None:
         resolve = self._adapters.resolver(self._base, tracked.request.lora_request)
-        tracked.question = self._asking.ask(resolve, hashes, skip, tracked.request_id)
+        wait_s = self._estimates.wait_s(len(hashes) - skip)
+        tracked.question = self._asking.ask(resolve, hashes, skip, tracked.request_id, wait_s)
         tracked.skip_blocks = skip
         tracked.phase = Phase.ASKED
 
@@ -284,7 +299,10 @@ class SchedulerSide:
             if report is not None:
                 self._tell(tracked, report)
         elif request.num_output_tokens > 0:
-            tracked.life.prefilled(now)
+            seconds = tracked.life.prefilled(now)
+            if seconds is not None:
+                tokens = tracked.life.computed_tokens(request, self._block_tokens)
+                self._estimates.computed(seconds, tokens)
         if tracked.phase is Phase.MISSED:
             tracked.phase = Phase.IDLE
         self._learn_namespace(tracked)
@@ -313,17 +331,17 @@ class SchedulerSide:
         if last <= first:
             return
         hashes = request.block_hashes
-        self._next_saves.append(
-            SaveJob(
-                job_id=next(self._job_ids),
-                request_id=tracked.request_id,
-                namespace=tracked.namespace,
-                parent_hash=bytes(hashes[first - 1]) if first else b"",
-                hashes=tuple(map(bytes, hashes[first:last])),
-                block_ids=tuple(block_ids[first:last]),
-                recompute_cost_s=None,
-            )
+        save = SaveJob(
+            job_id=next(self._job_ids),
+            request_id=tracked.request_id,
+            namespace=tracked.namespace,
+            parent_hash=bytes(hashes[first - 1]) if first else b"",
+            hashes=tuple(map(bytes, hashes[first:last])),
+            block_ids=tuple(block_ids[first:last]),
+            recompute_cost_s=self._estimates.compute_s(last - first),
         )
+        self._next_saves.append(save)
+        self.events.planned(save, request, first)
         tracked.saved_blocks = last
 
     def _adapter_unchanged(self, tracked: Tracked) -> bool:
@@ -334,27 +352,17 @@ class SchedulerSide:
             tracked.adapter_check = self._asking.check(self._adapters.unchanged(tracked.request.lora_request))
         return tracked.adapter_check.done() and tracked.adapter_check.result()
 
-    def _given_away(self, output: Any) -> list[int]:
-        """Blocks that this step lets somebody write: newly allocated ones, and targets of loads."""
-        blocks: list[int] = [block for job in self._next_loads for block in job.block_ids]
-        for new in output.scheduled_new_reqs:
-            blocks.extend(new.block_ids[0][new.num_computed_tokens // self._block_tokens :])
-        cached = output.scheduled_cached_reqs
-        for request_id, new_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if new_ids:
-                resumed = request_id in cached.resumed_req_ids
-                blocks.extend(new_ids[0][computed // self._block_tokens if resumed else 0 :])
-        return blocks
-
-    def _loaded(self, job_id: int, workers: int, good: int) -> None:
+    def _loaded(self, job_id: int, workers: int, good: int, seconds: float) -> None:
         """Workers have ended a load; a short one bars its request from asking again."""
         tracked = self._loading.get(job_id)
         if tracked is None:
             return
+        self._estimates.loaded(seconds, good)
         if good < len(tracked.load_blocks):
             tracked.barred = True
+            tracked.life.loaded_tokens = 0
+            first, end = tracked.own_blocks + good, tracked.own_blocks + len(tracked.load_blocks)
+            self.events.lost(tuple(map(bytes, tracked.request.block_hashes[first:end])))
         self._load_workers_left[job_id] -= workers
         if self._load_workers_left[job_id] > 0:
             return

@@ -30,6 +30,10 @@ class Settings:
     """Also save the blocks that fill up while tokens are generated: the next turn of a chat hits them."""
     min_load_tokens: int = 1
     """Fewer tokens than this beyond the engine's own hit are computed: a load costs two round trips."""
+    load_if_sooner: bool = True
+    """Load only what is estimated to come sooner than computing it. False: load all that is kept."""
+    wait_max_s: float = 2.0
+    """Longest wait for blocks that come from NVMe; never longer than computing them is estimated to take."""
     adapters_never_overwritten: bool = False
     """You vouch that the files of a LoRA adapter never change once written. False: adapters whose files are
     newer than the engine are not shared, since it cannot be known which bytes the engine has loaded."""

@@ -42,10 +42,17 @@ class Life:
             request_id=self.request_id, phase=RequestPhase.STARTED, engine_hit_block_count=engine_hit_blocks
         )
 
-    def prefilled(self, now: float) -> None:
-        """Output has begun."""
-        if self.prefilled_at is None and self.started_at is not None:
-            self.prefilled_at = now
+    def prefilled(self, now: float) -> float | None:
+        """Output has begun; the seconds from the first step on, the first time."""
+        if self.prefilled_at is not None or self.started_at is None:
+            return None
+        self.prefilled_at = now
+        return now - self.started_at
+
+    def computed_tokens(self, request: Any, block_tokens: int) -> int:
+        """Tokens of the prompt that the engine has computed: neither loaded nor in its own cache."""
+        cached = self.engine_hit_blocks * block_tokens + self.loaded_tokens
+        return max(0, int(request.num_prompt_tokens) - cached)
 
     def finished(self, now: float, request: Any, block_tokens: int) -> UsageReport:
         """The request is over, however it ended."""
@@ -54,7 +61,6 @@ class Life:
         if self.prefilled_at is not None and self.started_at is not None:
             prefill = self.prefilled_at - self.started_at
             decode = (now - self.prefilled_at) / (output - 1) if output > 1 else None
-        cached = self.engine_hit_blocks * block_tokens + self.loaded_tokens
         return UsageReport(
             request_id=self.request_id,
             phase=RequestPhase.FINISHED,
@@ -62,7 +68,7 @@ class Life:
             stop_reason=stop_reason(request),
             decode_latency_s=decode,
             prefill_time_s=prefill,
-            prefill_token_count=max(0, int(request.num_prompt_tokens) - cached),
+            prefill_token_count=self.computed_tokens(request, block_tokens),
         )
 
 

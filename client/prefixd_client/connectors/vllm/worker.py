@@ -49,6 +49,7 @@ class WorkerSide:
         self._saves: Saves | None = None
         self._bad: set[int] = set()
         self._loaded: dict[int, int] = {}
+        self._load_seconds: dict[int, float] = {}
         self._saved: dict[int, int] = {}
         self.tallies = Tallies()
 
@@ -101,6 +102,7 @@ class WorkerSide:
         loads = self._loads.take() if self._loads is not None else LoadResults()
         self._bad |= loads.bad
         self._loaded.update(loads.counts)
+        self._load_seconds.update(loads.seconds)
         if self._saves is None:
             return set(), loads.done
         saves = self._saves.take()
@@ -117,8 +119,9 @@ class WorkerSide:
         outcomes = StepOutcomes(
             {job_id: (1, count) for job_id, count in self._loaded.items()},
             {job_id: (1, count) for job_id, count in self._saved.items()},
+            self._load_seconds,
         )
-        self._loaded, self._saved = {}, {}
+        self._loaded, self._saved, self._load_seconds = {}, {}, {}
         return outcomes or None
 
     def close_copies(self) -> None:
