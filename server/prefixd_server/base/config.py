@@ -1,9 +1,8 @@
-"""The daemon's configuration: frozen dataclasses, one per component.
+"""The daemon's configuration, put together from its sections and checked.
 
-Each default says why it is what it is; the sample file and
-docs/configuration.md are generated from here. How files, variables and flags
-are read is told in config_sources.py. A field named `size_bytes` is written
-`size` outside; the fields of ServerConfig have no section of their own.
+The sections are in config_sections.py; the sample file and
+docs/configuration.md are generated from them. How files, variables and flags
+are read is told in config_sources.py.
 """
 
 from __future__ import annotations
@@ -14,24 +13,43 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from prefixd_server.base.errors import ConfigError
-from prefixd_server.base.options import (
-    AUTO_BYTES,
-    address,
-    choice,
-    flag,
-    mode,
-    number,
-    option,
-    path,
-    paths,
-    seconds,
-    size,
-    text,
-    whole,
-    whole_list,
+from prefixd_server.base.config_sections import (
+    CatalogConfig,
+    DrainConfig,
+    DramConfig,
+    LeaseConfig,
+    LogConfig,
+    MoverConfig,
+    NvmeConfig,
+    PolicyConfig,
+    ServerConfig,
+    TenantConfig,
 )
+from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.options import AUTO_BYTES
 from prefixd_server.base.sizes import format_size
+
+__all__ = [
+    "MIB",
+    "SECTIONS",
+    "SEGMENT_ALIGNMENT_BYTES",
+    "SOCKET_PATH_BYTES_MAX",
+    "CatalogConfig",
+    "Config",
+    "DrainConfig",
+    "DramConfig",
+    "LeaseConfig",
+    "LogConfig",
+    "MoverConfig",
+    "NvmeConfig",
+    "PolicyConfig",
+    "ServerConfig",
+    "TenantConfig",
+    "config_error",
+    "default_socket_path",
+    "is_loopback",
+    "section_type",
+]
 
 MIB = 1 << 20
 SEGMENT_ALIGNMENT_BYTES = 2 * MIB
@@ -40,216 +58,19 @@ SOCKET_PATH_BYTES_MAX = 103
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where the daemon listens, what it owns on disk."""
-
-    socket: Path | None = option(
-        None,
-        path(),
-        "Unix socket of the first tenant. Empty: /run/prefixd/prefixd.sock for root, else "
-        "$XDG_RUNTIME_DIR/prefixd/prefixd.sock, where engines look for it too.",
-    )
-    socket_mode: int = option(
-        0o660,
-        mode(),
-        "Permission bits of that socket: the owner and one group, since the socket is the identity.",
-    )
-    socket_group: str = option("", text(), "Group of that socket; empty keeps the daemon's own group.")
-    tenant: str = option(
-        "default",
-        text(max_length=64, allow_empty=False),
-        "Name of the first tenant; most nodes have no other.",
-    )
-    listen: str = option(
-        "",
-        address(),
-        "TCP address of the first tenant for remote-style clients (Put and Get only). Off, since whoever "
-        "reaches a port is not known; loopback only.",
-    )
-    metrics: str = option(
-        "", address(), "HTTP address of the Prometheus endpoint, path /metrics. Off until a scraper is there."
-    )
-    data_dir: Path | None = option(
-        None,
-        path(),
-        "Directory for what outlives the daemon. Empty: nothing does, and a restart begins with new epochs.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantConfig:
-    """A further tenant: its name, its socket, its rights."""
-
-    name: str = option("", text(max_length=64, allow_empty=False), "Name in logs and metrics.")
-    socket: Path | None = option(None, path(), "Its unix socket; whoever may open it is this tenant.")
-    mode: int = option(0o660, mode(), "Permission bits of the socket.")
-    group: str = option("", text(), "Group of the socket; empty keeps the daemon's own group.")
-    admin: bool = option(
-        False,
-        flag(),
-        "Whether calls that concern the whole daemon (Drain, Check, all statistics) are allowed.",
-    )
-    quota_bytes: int = option(
-        AUTO_BYTES,
-        size("2MiB", "64TiB", auto=True),
-        'Most DRAM that the tenant may hold; "auto" lets it use whatever others leave.',
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DramConfig:
-    """The host memory tier."""
-
-    size_bytes: int = option(
-        512 * MIB,
-        size("2MiB", "64TiB"),
-        "Host memory for blocks. Small enough to start anywhere; give what you have.",
-    )
-    segment_bytes: int = option(
-        AUTO_BYTES,
-        size("2MiB", "16GiB", auto=True),
-        "Bytes of one segment, a multiple of 2 MiB; a block must fit into one. Automatic: a 32nd of the "
-        "size, 16 to 256 MiB: enough segments to share among block sizes and tenants, few enough to map.",
-    )
-    huge_pages: str = option(
-        "auto",
-        choice("auto", "off", "hugetlb"),
-        '"auto" asks for transparent huge pages where the kernel allows them; "hugetlb" needs pages that '
-        "were set aside.",
-    )
-    numa_nodes: tuple[int, ...] = option(
-        (), whole_list(0, 1023), "NUMA nodes to bind the memory to. Empty: the kernel decides."
-    )
-    prefault: bool = option(
-        True,
-        flag(),
-        "Touch the memory in the background after start: the first write to a page costs ten times more.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmeConfig:
-    """The NVMe tier."""
-
-    size_bytes: int = option(
-        AUTO_BYTES,
-        size("32MiB", "1024TiB", auto=True, word="off"),
-        "Most disk space of the tier, index and preallocation included. Off: disk is the operator's to give.",
-    )
-    directories: tuple[Path, ...] = option(
-        (),
-        paths(),
-        "Where segment files lie, one directory a device; the index is in the first. Empty: data_dir/nvme.",
-    )
-    segment_bytes: int = option(
-        256 * MIB, size("2MiB", "16GiB"), "Bytes of one segment file: large enough for sequential writes."
-    )
-    write_budget_bytes: int = option(
-        AUTO_BYTES,
-        size("1MiB", "1024TiB", auto=True, word="none"),
-        "Most bytes written in 24 hours, so that a drive lives as long as it was bought for.",
-    )
-    retry_pause_s: float = option(
-        1.0,
-        seconds(0.05, 600),
-        "How long the tier stays paused after a disk or index fault before it is tried again.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseConfig:
-    """Bounds on leases and sessions, each per tenant."""
-
-    ttl_max_s: float = option(
-        30.0,
-        seconds(0.05, 3600),
-        "Longest lease. Engines renew by heartbeat; a hung one holds slots this long.",
-    )
-    heartbeat_interval_s: float = option(
-        5.0, seconds(0.01, 600), "How often clients renew: a few times within the longest lease."
-    )
-    session_count_max: int = option(
-        1024, whole(1, 65_536), "Sessions at a time: a node has far fewer engine processes."
-    )
-    lease_count_max: int = option(
-        65_536, whole(1, 4_194_304), "Leases at a time: more than any scheduler has requests in flight."
-    )
-    quarantine_share_max: float = option(
-        0.25,
-        number(0.0, 1.0, "a share"),
-        "Part of the tier that slots of dead writers may hold before the tenant's Reserve is declined.",
-    )
-    waiting_children_max: int = option(
-        65_536,
-        whole(0, 4_194_304),
-        "Committed blocks that may wait for an ancestor that is still being written.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogConfig:
-    """Bounds on metadata."""
-
-    block_count_max: int = option(
-        10_000_000,
-        whole(1024, 64_000_000),
-        "Blocks known at a time; 160 bytes of memory each, touched when used.",
-    )
-    namespace_count_max: int = option(
-        1024,
-        whole(1, 65_536),
-        "Namespaces per tenant: a node serves few models, and a caller must not exhaust memory.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoverConfig:
-    """The threads that copy and verify bytes."""
-
-    thread_count: int = option(
-        2, whole(1, 64), "Mover threads. They share memory bandwidth with the engines: two keep a link busy."
-    )
-    queue_limit: int = option(
-        256, whole(1, 65_536), "Jobs waiting at a time; beyond it callers are told to retry."
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainConfig:
-    """How the daemon goes."""
-
-    timeout_s: float = option(
-        10.0,
-        seconds(0, 3600),
-        "How long SIGTERM waits for leases to end. Shorter than the usual 30 s of a supervisor.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
-    """What the daemon says, on standard error."""
-
-    format: str = option(
-        "json", choice("json", "console"), "One JSON object a line for machines, or text for people."
-    )
-    level: str = option(
-        "info", choice("debug", "info", "warning", "error"), "Least severity that is written."
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything. Make one with `checked()`; what it returns is complete and consistent."""
 
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = field(default_factory=ServerConfig)
     tenants: tuple[TenantConfig, ...] = ()
-    dram: DramConfig = DramConfig()
-    nvme: NvmeConfig = NvmeConfig()
-    leases: LeaseConfig = LeaseConfig()
-    catalog: CatalogConfig = CatalogConfig()
-    movers: MoverConfig = MoverConfig()
-    drain: DrainConfig = DrainConfig()
-    log: LogConfig = LogConfig()
+    dram: DramConfig = field(default_factory=DramConfig)
+    nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    leases: LeaseConfig = field(default_factory=LeaseConfig)
+    catalog: CatalogConfig = field(default_factory=CatalogConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    movers: MoverConfig = field(default_factory=MoverConfig)
+    drain: DrainConfig = field(default_factory=DrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     origin: dict[str, str] = field(default_factory=dict, compare=False)
     """Where each key that is not a default came from, for messages: "dram.size" -> "flag --dram-size"."""
 

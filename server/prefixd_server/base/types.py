@@ -154,6 +154,11 @@ class NamespaceSpec:
     checksum_algorithm: ChecksumAlgorithm
     encoding: BlockEncoding
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Every (shard, kv_group)."""
+        return [(shard, group) for shard in range(self.shard_count) for group in range(len(self.kv_groups))]
+
     def fingerprint(self) -> bytes:
         """sha256 over a canonical encoding: `name=length:value;` per field, in field order.
 

@@ -28,6 +28,7 @@ from prefixd_server.cache.storage import Storage
 from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.usage import Usage
 from prefixd_server.cache.verifying import Verifier
+from prefixd_server.cache.workload import Workload
 from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.cache.writing import Writing
 from prefixd_server.catalog.catalog import Catalog
@@ -37,7 +38,9 @@ from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.movers import Movers
 from prefixd_server.media.nvme import NvmeMedium
 from prefixd_server.media.nvme_format import file_bytes
+from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.lru import LruPolicy
+from prefixd_server.policy.policy import Policy
 
 BOOT_ID_BYTES = 16
 INDEX_SHARE = 1 / 32
@@ -63,9 +66,13 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     if medium is not None:
         tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
     durable = frozenset({Tier.NVME}) & tables.keys()
+    importance = ImportancePolicy()
+    policies: dict[str, Policy] = {policy.name: policy for policy in (importance, LruPolicy())}
     state = State(
         catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
-        policy=LruPolicy(),
+        policy=policies[config.policy.name],
+        policies=policies,
+        learner=importance,
         dram=dram,
         media={Tier.DRAM: dram} if medium is None else {Tier.DRAM: dram, Tier.NVME: medium},
         movers=movers,
@@ -80,6 +87,7 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     sessions = Sessions(config.leases.session_count_max, endings)
     quotas = {tenant.name: tenant.quota_bytes for tenant in config.all_tenants}
     room = Room(state, quotas)
+    workload = Workload(state)
     verifier = Verifier(state)
     bad_copies = BadCopies(state, sessions, endings)
     nvme = transfers = None
@@ -88,8 +96,8 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
         budget = WriteBudget(config.nvme.write_budget_bytes, clock)
         nvme = NvmeTier(state, room, medium, index, budget, config.nvme.retry_pause_s)
         transfers = Transfers(state, room, nvme, Copier(state, bad_copies))
-    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers)
-    writing = Writing(state, sessions, endings, room)
+    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload)
+    writing = Writing(state, sessions, endings, room, workload)
     return Cache(
         state=state,
         epochs=epochs,
@@ -100,8 +108,8 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
         companions=Companions(sessions, room, dram),
         reading=reading,
         writing=writing,
-        portable=Portable(state, reading, writing, verifier, bad_copies),
-        usage=Usage(state, sessions),
+        portable=Portable(state, reading, writing, verifier, bad_copies, workload),
+        usage=Usage(state, sessions, workload),
         administration=Administration(state, sessions, endings, room, epochs, nvme, clock.now()),
         storage=None if nvme is None or transfers is None else Storage(state, nvme, transfers, epochs),
         namespace_count_max=config.catalog.namespace_count_max,

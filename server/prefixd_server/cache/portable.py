@@ -25,6 +25,7 @@ from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.reading import Found, Reading
 from prefixd_server.cache.state import State
 from prefixd_server.cache.verifying import Verifier
+from prefixd_server.cache.workload import Workload
 from prefixd_server.cache.writing import Admitted, Writing
 from prefixd_server.catalog.events import CopiesLeased, CopiesReleased, WriterFailed
 from prefixd_server.catalog.namespaces import Namespace
@@ -182,8 +183,15 @@ class Portable:
     """Opens the streams."""
 
     def __init__(
-        self, state: State, reading: Reading, writing: Writing, verifier: Verifier, bad_copies: BadCopies
+        self,
+        state: State,
+        reading: Reading,
+        writing: Writing,
+        verifier: Verifier,
+        bad_copies: BadCopies,
+        workload: Workload,
     ) -> None:
+        self._workload = workload
         self._bad_copies = bad_copies
         self._state = state
         self._reading = reading
@@ -206,8 +214,8 @@ class Portable:
         namespace = self._state.catalog.namespaces.get(tenant, ref)
         found: Found = self._reading.find_one(namespace, shard, kv_group, hashes)
         self._reading.count(tenant, found.run(len(hashes)))
-        rows = found.rows[shard, kv_group][: found.hit_count]
-        if len(rows):
-            self._reading.use(found)
+        part = (shard, kv_group)
+        self._workload.used_part(namespace, part, hashes, found.rows[part])
+        rows = found.rows[part][: found.hit_count]
         slots = self._state.catalog.columns.slot[Tier.DRAM][rows]
         return GetStream(self._state, self._bad_copies, self._verifier, namespace, kv_group, slots)

@@ -37,7 +37,8 @@ from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.verifying import Verifier
-from prefixd_server.catalog.events import CopiesLeased, RunUsed
+from prefixd_server.cache.workload import Workload
+from prefixd_server.catalog.events import CopiesLeased
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
 from prefixd_server.catalog.namespaces import Namespace
 
@@ -79,6 +80,7 @@ class Reading:
         verifier: Verifier,
         bad_copies: BadCopies,
         transfers: Transfers | None,
+        workload: Workload,
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -86,11 +88,12 @@ class Reading:
         self._verifier = verifier
         self._bad_copies = bad_copies
         self._transfers = transfers
+        self._workload = workload
 
     def lookup(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> RunHits:
         """What would hit; changes nothing."""
         namespace = self._state.catalog.namespaces.get(tenant, ref)
-        return self._find(namespace, hashes, _every_part(namespace), STORED_TIERS).run(len(hashes))
+        return self._find(namespace, hashes, namespace.spec.parts, STORED_TIERS).run(len(hashes))
 
     async def wait_for(self, tenant: str, ref: NamespaceRef, hashes: Hashes, max_wait_s: float) -> None:
         """Waits until all of the run that is stored can be read, or until the time is over."""
@@ -98,7 +101,7 @@ class Reading:
         deadline = loop.time() + max_wait_s
         while True:
             namespace = self._state.catalog.namespaces.get(tenant, ref)
-            coming = self._warm(self._find(namespace, hashes, _every_part(namespace)))
+            coming = self._warm(self._find(namespace, hashes, namespace.spec.parts))
             remaining = deadline - loop.time()
             if not coming or remaining <= 0:
                 return
@@ -119,12 +122,11 @@ class Reading:
         self._state.refuse_when_draining()
         session = self._sessions.get(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
-        found = self._find(namespace, hashes, _every_part(namespace))
+        found = self._find(namespace, hashes, namespace.spec.parts)
         run = found.run(len(hashes))
         self.count(tenant, run)
         self._warm(found)
-        if found.hit_count and self._state.first_use(tenant, session.instance_id, request_id):
-            self.use(found)
+        self._workload.used((tenant, session.instance_id, request_id), namespace, hashes, found.rows)
         if found.hit_count <= skip_count:
             return Acquired(run, None)
         if self._state.leases.live_count(tenant) >= self._state.limits.lease_count_max:
@@ -169,11 +171,6 @@ class Reading:
     def find_one(self, namespace: Namespace, shard: int, kv_group: int, hashes: Hashes) -> Found:
         """The run as one shard and KV group has it."""
         return self._find(namespace, hashes, [(shard, kv_group)])
-
-    def use(self, found: Found) -> None:
-        """Counts one use of the hit prefix, in every shard and KV group."""
-        for rows in found.rows.values():
-            self._state.apply(RunUsed(rows[: found.hit_count]))
 
     def count(self, tenant: str, run: RunHits) -> None:
         """Books what was asked for: hits per tier + pending + misses = asked."""
@@ -300,11 +297,6 @@ class Reading:
                     return 0
                 return self._bad_copies.found(lease.tenant, piece.tier, slot)
         return 0
-
-
-def _every_part(namespace: Namespace) -> list[tuple[int, int]]:
-    spec = namespace.spec
-    return [(shard, group) for shard in range(spec.shard_count) for group in range(len(spec.kv_groups))]
 
 
 def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import asyncio
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, DeclineReason, Slots, SlotState, Tier
+from prefixd_server.base.views import TierView
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
+from prefixd_server.policy.importance import Newcomers
+from prefixd_server.policy.learning import LearningPolicy
+from prefixd_server.policy.policy import Victims
 
 EVICTION_SLACK_SHARE = 1 / 64
 """Part of a pool that one eviction frees beyond what is needed: later runs find contiguous room."""
@@ -43,8 +47,14 @@ class Room:
         self._garbage: list[int] = []
         """Spaces of dropped namespaces whose blocks are still to be forgotten."""
 
-    def allocate(self, pool: int, count: int, after: int | None) -> tuple[Slots, DeclineReason | None]:
-        """Up to `count` RESERVED slots, as few extents as possible, and why there are fewer."""
+    def allocate(
+        self, pool: int, count: int, after: int | None, newcomers: Newcomers | None = None
+    ) -> tuple[Slots, DeclineReason | None]:
+        """Up to `count` RESERVED slots, as few extents as possible, and why there are fewer.
+
+        Args:
+            newcomers: what the slots are for, where that has to be worth more than what would go.
+        """
         table = self._state.catalog.slots[Tier.DRAM]
         while table.free_count(pool) < count and self._assign_spare(pool):
             pass
@@ -53,7 +63,7 @@ class Room:
             self.reclaim(short)
             short = count - table.free_count(pool)
         if short > 0:
-            self.evict(Tier.DRAM, pool, short + int(table.slot_count(pool) * EVICTION_SLACK_SHARE))
+            self._make_room(pool, count, newcomers)
         slots = table.allocate(pool, count, after)
         if len(slots) == count:
             return slots, None
@@ -62,33 +72,51 @@ class Room:
         grows = len(slots) == 0 and table.slot_count(pool) == 0
         return slots, DeclineReason.SEGMENT_PREPARING if grows else DeclineReason.TIER_FULL
 
-    def allocate_below(self, above: int, pool: int, count: int) -> tuple[Slots, DeclineReason | None]:
+    def _make_room(self, pool: int, count: int, newcomers: Newcomers | None) -> None:
+        """Evicts for `count` blocks and a little more; at any price where a slower tier has what goes."""
+        table = self._state.catalog.slots[Tier.DRAM]
+        slack = int(table.slot_count(pool) * EVICTION_SLACK_SHARE)
+        if newcomers is None or Tier.NVME in self._state.catalog.slots:
+            self.evict(Tier.DRAM, pool, count - table.free_count(pool) + slack)
+            return
+        placed = 0
+        for part, history, _ in newcomers.parts(count):
+            placed += part
+            short = placed - table.free_count(pool)
+            if short > 0 and self.evict(Tier.DRAM, pool, short + slack, history) < short:
+                return
+
+    def allocate_below(
+        self, above: int, pool: int, count: int, newcomers: Newcomers | None = None
+    ) -> tuple[Slots, DeclineReason | None]:
         """Slots for blocks below `above`, which making room for them must not evict.
 
         Once they are there, the closure of the prefix keeps it: an ancestor never goes first.
         """
         if above == NO_ROW:
-            return self.allocate(pool, count, None)
+            return self.allocate(pool, count, None, newcomers)
         table = self._state.catalog.slots[Tier.DRAM]
         slot = self._state.catalog.columns.slot[Tier.DRAM][above : above + 1].copy()
         if slot[0] == NO_SLOT or table.state[slot[0]] != SlotState.RESIDENT:
-            return self.allocate(pool, count, None)
+            return self.allocate(pool, count, None, newcomers)
         self._state.apply(CopiesLeased(Tier.DRAM, slot))
         try:
-            return self.allocate(pool, count, int(slot[0]))
+            return self.allocate(pool, count, int(slot[0]), newcomers)
         finally:
             self._state.apply(CopiesReleased(Tier.DRAM, slot))
 
-    def evict(self, tier: Tier, pool: int, count: int) -> int:
-        """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed."""
+    def evict(self, tier: Tier, pool: int, count: int, history: int | None = None) -> int:
+        """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed.
+
+        Args:
+            history: of new blocks, which what goes must be worth less than; None for any price.
+        """
         catalog = self._state.catalog
         view = catalog.tree.view(tier, pool, catalog.evictable(tier))
         tenant = catalog.namespaces.pool_of(pool).tenant
         evicted = 0
         while evicted < count:
-            victims = self._state.policy.victims(
-                view, count - evicted, self._state.clock.now(), self._state.rng
-            )
+            victims = self._victims(view, count - evicted, history)
             freed = 0
             for node, block_count in victims:
                 rows = catalog.tree.tail_rows(tier, node, block_count)
@@ -98,6 +126,12 @@ class Room:
             evicted += freed
         self._state.counters_of(tenant).evicted += evicted
         return evicted
+
+    def _victims(self, view: TierView, count: int, history: int | None) -> Victims:
+        policy, now, rng = self._state.policy, self._state.clock.now(), self._state.rng
+        if history is None or not isinstance(policy, LearningPolicy):
+            return policy.victims(view, count, now, rng)
+        return policy.victims_for(view, count, history, now, rng)
 
     # -- segments ------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +17,8 @@ from prefixd_server.catalog.leases import LeaseTable
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.medium import Medium
 from prefixd_server.media.movers import Movers
+from prefixd_server.policy.learning import LearningPolicy
 from prefixd_server.policy.policy import Policy
-
-REQUEST_MEMORY_COUNT_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,11 @@ class State:
 
     catalog: Catalog
     policy: Policy
+    """Which chooses victims now: one of `policies`."""
+    policies: dict[str, Policy]
+    """By name: those that can be switched to; each keeps what it knows meanwhile."""
+    learner: LearningPolicy
+    """Which is told of every request, also while another policy chooses."""
     dram: DramMedium
     media: dict[Tier, Medium]
     movers: Movers
@@ -53,7 +56,6 @@ class State:
     bad_slots: list[BadSlot] = field(default_factory=list)
     draining: bool = False
     retry_after_drain_s: float = 1.0
-    _requests: OrderedDict[tuple[str, str, str], None] = field(default_factory=OrderedDict)
 
     def apply(self, event: Event) -> Effect:
         """Applies one event to the catalog, now."""
@@ -79,22 +81,6 @@ class State:
                 "the daemon is draining and takes nothing new; go on without it and retry",
                 retry_after_s=self.retry_after_drain_s,
             )
-
-    def first_use(self, tenant: str, instance_id: str, request_id: str) -> bool:
-        """Whether this is the first use seen of a request: one use is counted per request.
-
-        Requests without an id always count. Memory is bounded; the oldest are forgotten.
-        """
-        if not request_id:
-            return True
-        name = (tenant, instance_id, request_id)
-        if name in self._requests:
-            self._requests.move_to_end(name)
-            return False
-        self._requests[name] = None
-        if len(self._requests) > REQUEST_MEMORY_COUNT_MAX:
-            self._requests.popitem(last=False)
-        return True
 
     def quarantined_bytes(self, tenant: str) -> int:
         """Bytes of slots that wait for proofs of death on the tenant's account."""

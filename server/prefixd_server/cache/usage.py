@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import RequestPhase, Rows, UsageReport
+from prefixd_server.base.types import NO_ROW, Hashes, RequestPhase, Rows, UsageReport
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
-from prefixd_server.catalog.events import AttentionObserved, RunUsed
+from prefixd_server.cache.workload import Workload
+from prefixd_server.catalog.events import AttentionObserved
+from prefixd_server.catalog.namespaces import Namespace
 
 
 class Usage:
     """See the module."""
 
-    def __init__(self, state: State, sessions: Sessions) -> None:
+    def __init__(self, state: State, sessions: Sessions, workload: Workload) -> None:
         self._state = state
         self._sessions = sessions
+        self._workload = workload
 
     def report(self, tenant: str, session_id: bytes, reports: list[UsageReport]) -> int:
         """Takes the reports whose namespace is known; how many."""
@@ -23,31 +26,40 @@ class Usage:
         return sum(self._take(session, report) for report in reports)
 
     def _take(self, session: Session, report: UsageReport) -> bool:
-        catalog = self._state.catalog
         try:
-            namespace = catalog.namespaces.get(session.tenant, report.namespace)
+            namespace = self._state.catalog.namespaces.get(session.tenant, report.namespace)
         except PrefixdError:
             return False
+        name = (session.tenant, session.instance_id, report.request_id)
+        if report.phase is RequestPhase.QUEUED:
+            if report.hashes is not None:
+                self._workload.queued(name, namespace, report.hashes)
+            return True
+        run = report.hashes if report.hashes is not None else self._workload.run_of(name)
+        if run is not None and not self._workload.was_used(name):
+            self._workload.used(name, namespace, run, self._parts(namespace, run))
+        if report.hashes is not None and report.attention_mass is not None:
+            for space in namespace.spaces.values():
+                path = self._visible_path(space, report.hashes)
+                if len(path):
+                    self._state.apply(AttentionObserved(path, report.attention_mass[: len(path)]))
         if report.phase is RequestPhase.FINISHED:
             _measure(session, report)
-        if report.hashes is None:
-            return True
-        first = report.phase is not RequestPhase.QUEUED and self._state.first_use(
-            session.tenant, session.instance_id, report.request_id
-        )
-        for space in namespace.spaces.values():
-            path = self._visible_path(space, report)
-            if len(path) and first:
-                self._state.apply(RunUsed(path))
-            if len(path) and report.attention_mass is not None:
-                self._state.apply(AttentionObserved(path, report.attention_mass[: len(path)]))
+            self._workload.ended(name, report.output_token_count, report.stop_reason)
         return True
 
-    def _visible_path(self, space: int, report: UsageReport) -> Rows:
+    def _parts(self, namespace: Namespace, run: Hashes) -> dict[tuple[int, int], Rows]:
+        """What is kept of the run, for every shard and KV group."""
         catalog = self._state.catalog
-        assert report.hashes is not None, "asked only for reports that carry a run"
-        rows = catalog.find(space, report.hashes)
-        return rows[: leading(catalog.visible(rows))]
+        parts = {}
+        for part in namespace.spec.parts:
+            rows = catalog.find(catalog.namespaces.space(namespace, *part), run)
+            parts[part] = rows[: leading(rows != NO_ROW)]
+        return parts
+
+    def _visible_path(self, space: int, run: Hashes) -> Rows:
+        rows = self._state.catalog.find(space, run)
+        return rows[: leading(self._state.catalog.visible(rows))]
 
 
 def _measure(session: Session, report: UsageReport) -> None:

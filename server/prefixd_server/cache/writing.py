@@ -27,10 +27,12 @@ from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.cache.workload import Workload
 from prefixd_server.catalog.columns import COMMITTED, VISIBLE
 from prefixd_server.catalog.events import BlocksCommitted, BlocksReserved
 from prefixd_server.catalog.leases import TOKEN_BYTES, WriteLease
 from prefixd_server.catalog.namespaces import Namespace
+from prefixd_server.policy.importance import Newcomers
 
 RETRY_AFTER_FULL_S = 0.1
 
@@ -38,11 +40,14 @@ RETRY_AFTER_FULL_S = 0.1
 class Writing:
     """See the module."""
 
-    def __init__(self, state: State, sessions: Sessions, endings: Endings, room: Room) -> None:
+    def __init__(
+        self, state: State, sessions: Sessions, endings: Endings, room: Room, workload: Workload
+    ) -> None:
         self._state = state
         self._sessions = sessions
         self._endings = endings
         self._room = room
+        self._workload = workload
 
     def reserve(
         self,
@@ -142,11 +147,24 @@ class Writing:
         if reason is not None:
             return self._admitted(known, missing, reason)
         pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
-        slots, reason = self._room.allocate_below(above, pool, missing)
-        if len(slots):
-            fresh = hashes[len(known) : len(known) + len(slots)]
-            self._state.apply(BlocksReserved(space, above, fresh, Tier.DRAM, slots))
+        fresh = hashes[len(known) :]
+        newcomers = self._workload.newcomers(namespace, fresh, above)
+        slots, reason = self._room.allocate_below(above, pool, missing, newcomers)
+        self._reserve(space, above, fresh, slots, newcomers)
         return self._admitted(known, missing - len(slots), reason, slots)
+
+    def _reserve(self, space: int, above: int, fresh: Hashes, slots: Slots, newcomers: Newcomers) -> None:
+        """Makes as many blocks known as there are slots, those of one history at a time."""
+        first = 0
+        for count, history, returned in newcomers.parts(len(slots)):
+            part = slice(first, first + count)
+            self._state.apply(
+                BlocksReserved(
+                    space, above, fresh[part], Tier.DRAM, slots[part], history, returned, newcomers.used_at
+                )
+            )
+            above = int(self._state.catalog.slots[Tier.DRAM].row[slots[first + count - 1]])
+            first += count
 
     def _admitted(
         self, known: Rows, declined: int, reason: DeclineReason | None, slots: Slots | None = None

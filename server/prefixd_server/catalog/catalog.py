@@ -54,6 +54,7 @@ class Catalog(CatalogReads):
             events.WriterFailed: self._writer_failed,
             events.SlotsLifted: self._slots_lifted,
             events.RunUsed: self._run_used,
+            events.ReplyEnded: self._reply_ended,
             events.AttentionObserved: self._attention_observed,
             events.CopiesLeased: self._copies_leased,
             events.CopiesReleased: self._copies_released,
@@ -83,7 +84,12 @@ class Catalog(CatalogReads):
 
     def _blocks_reserved(self, event: events.BlocksReserved) -> Effect:
         rows = self._new_rows(event.space, event.hashes)
-        self.tree.add(event.space, event.parent_row, rows, self._now)
+        used_at = self._now if event.used_at is None else event.used_at
+        self.tree.add(event.space, event.parent_row, rows, used_at)
+        nodes = self.tree.nodes_of(rows)
+        self.tree.nodes.classify(nodes, event.history)
+        if event.returned:
+            self.tree.nodes.mark_returned(nodes)
         self._bind(event.tier, rows, event.slots)
         self._tell(Verb.RESERVED, rows)
         return Effect()
@@ -151,8 +157,12 @@ class Catalog(CatalogReads):
     # -- transitions of readers ----------------------------------------------------------------
 
     def _run_used(self, event: events.RunUsed) -> Effect:
-        self.tree.touch(event.path, self._now)
+        self.tree.nodes.classify(self.tree.touch(event.path, self._now), event.history)
         self._tell(Verb.USED, event.path[-1:])
+        return Effect()
+
+    def _reply_ended(self, event: events.ReplyEnded) -> Effect:
+        self.tree.nodes.end_reply(self.tree.nodes_of(event.path), event.used_at, event.reply)
         return Effect()
 
     def _attention_observed(self, event: events.AttentionObserved) -> Effect:

@@ -18,13 +18,20 @@ from prefixd_server.base.types import Checksums, Hashes, Rows, Slots, Tier
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """New blocks below `parent_row` (NO_ROW: the root) get their slots: absent -> WRITING."""
+    """New blocks below `parent_row` (NO_ROW: the root) get their slots: absent -> WRITING.
+
+    history is the policy's byte for them, used_at when their request began (None: now), and
+    returned says that they were used before, forgotten, and are stored again.
+    """
 
     space: int
     parent_row: int
     hashes: Hashes
     tier: Tier
     slots: Slots
+    history: int = 0
+    returned: bool = False
+    used_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +66,19 @@ class SlotsLifted:
 
 @dataclass(frozen=True, slots=True)
 class RunUsed:
-    """One request used the blocks of `path`, a prefix from its root."""
+    """One request used the blocks of `path`, a prefix from its root; history is the policy's byte for it."""
 
     path: Rows
+    history: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyEnded:
+    """The reply to the request that used `path`, a prefix from its root, at that time; the policy's byte."""
+
+    path: Rows
+    used_at: float
+    reply: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +214,7 @@ Event: TypeAlias = (
     | WriterFailed
     | SlotsLifted
     | RunUsed
+    | ReplyEnded
     | AttentionObserved
     | CopiesLeased
     | CopiesReleased

@@ -17,6 +17,7 @@ from prefixd_server.base.types import NamespaceRef, NamespaceSpec
 class Namespace:
     """One namespace at its current epoch. `spaces` maps (shard, kv_group) to its space.
 
+    number tells it from all others of this boot, other epochs of the same name included.
     recompute_s_per_block is the last that an engine reported.
     """
 
@@ -24,6 +25,7 @@ class Namespace:
     spec: NamespaceSpec
     ref: NamespaceRef
     opened_at: float
+    number: int
     recompute_s_per_block: float | None = None
     spaces: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -45,6 +47,7 @@ class Namespaces:
         self._owners: list[tuple[Namespace, int, int]] = []
         self._pools: list[Pool] = []
         self._pool_ids: dict[Pool, int] = {}
+        self._made_count = 0
 
     def open(
         self, tenant: str, spec: NamespaceSpec, fresh_epoch: int, opened_at: float, count_max: int
@@ -66,7 +69,8 @@ class Namespaces:
                 limit=count_max,
             )
         epoch = self._epochs.setdefault(name, fresh_epoch)
-        made = Namespace(tenant, spec, NamespaceRef(name[1], epoch), opened_at)
+        made = Namespace(tenant, spec, NamespaceRef(name[1], epoch), opened_at, self._made_count)
+        self._made_count += 1
         self._by_name[name] = made
         return made
 

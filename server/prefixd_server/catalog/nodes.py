@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import Tier
+from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.columns import Columns, as_floats
 
 NO_NODE = -1
@@ -118,3 +119,20 @@ class NodeColumns(Columns):
         """One of the tier's own columns: copies, kids, older, newer or leaf_place."""
         column: NDArray[Any] = getattr(self, f"{name}_{tier.name.lower()}")
         return column
+
+    # -- what the policy makes of the use of a node --------------------------------------------
+
+    def classify(self, nodes: Nodes, history: int) -> None:
+        """A request used these nodes, and its reply is still to come."""
+        self.gap_class[nodes] = history
+        self.output_class[nodes] = 0
+
+    def mark_returned(self, nodes: Nodes) -> None:
+        """These new nodes were used before they were forgotten; what follows must not be appended to them."""
+        self.reused[nodes] = 1
+        self.use_count[nodes] = 2
+
+    def end_reply(self, nodes: Nodes, used_at: float, reply: int) -> None:
+        """The reply to the request that used these nodes then has ended; those used since stay."""
+        unused_since = nodes[self.last_use.take(nodes) == used_at]
+        self.output_class[unused_since] = reply

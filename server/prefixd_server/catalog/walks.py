@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
+from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NodeColumns
 from prefixd_server.catalog.presence import Presence
@@ -77,6 +78,13 @@ class TreeWalks:
         return np.concatenate(found) if found else _NOTHING
 
     # -- across nodes --------------------------------------------------------------------------
+
+    def nodes_of(self, rows: Rows) -> Nodes:
+        """The nodes that hold the rows of one chain, each once."""
+        node_of = self.columns.mv.node
+        if node_of[int(rows[0])] == node_of[int(rows[-1])]:
+            return self.columns.node[rows[:1]]
+        return np.unique(self.columns.node[rows])
 
     def child_nodes(self, node: int) -> Iterator[int]:
         """The node's children, newest first. Not robust against changes meanwhile."""

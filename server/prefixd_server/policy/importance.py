@@ -37,6 +37,7 @@ from prefixd_server.policy.signals import (
     age_buckets,
     describe,
     gap_code,
+    gap_of,
     history_byte,
     reply_byte,
 )
@@ -57,6 +58,8 @@ TIE_BREAK_PER_S = 1e-9
 """Part of its importance that a block loses per idle second beside the index, which moves in steps."""
 HORIZON_OF_RESIDENCE = 4.0
 RESIDENCE_SMOOTHING = 0.01
+PREFILL_MAX_S = 60.0
+"""Blocks that are stored so long after their request began are taken to be of another, unknown one."""
 NEVER = float("inf")
 
 Weight = Callable[[TierView, Nodes], NDArray[np.float64]]
@@ -75,6 +78,26 @@ class Access:
     history_again: int
     returned_count: int
     watched: Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomers:
+    """Blocks that are to be stored: what a request missed.
+
+    returned_count: the leading blocks that were used before and forgotten.
+    used_at: when their request began, None where the sample does not tell.
+    """
+
+    history_new: int
+    history_again: int
+    returned_count: int
+    used_at: float | None
+
+    def parts(self, block_count: int) -> list[tuple[int, int, bool]]:
+        """(count, history, whether they return) of the first `block_count` blocks, none of them empty."""
+        returned = min(self.returned_count, block_count)
+        both = (returned, self.history_again, True), (block_count - returned, self.history_new, False)
+        return [part for part in both if part[0]]
 
 
 class ImportancePolicy:
@@ -126,6 +149,27 @@ class ImportancePolicy:
         access = Access(history_byte(code, reused=False), history_byte(code, reused=True), returned, watched)
         self.tracker.used(watched, access.history_new * REPLY_COUNT, access.history_again * REPLY_COUNT)
         return access
+
+    def newcomers(self, hashes: Hashes, history_above: int, now: float) -> Newcomers:
+        """What the access of a request has left in the sample about the blocks that it stores now.
+
+        Args:
+            hashes: of consecutive blocks of its run that are not kept.
+            history_above: of the block before them; any without a gap for a first block.
+        """
+        watched = self.tracker.find(hashes, now)
+        index, classes, used_at = self.tracker.known_classes(watched)
+        code, returned = gap_of(history_above), 0
+        known_at: float | None = None
+        if len(index) and now - used_at <= PREFILL_MAX_S:
+            known_at = used_at
+            histories = classes // REPLY_COUNT
+            code = gap_of(int(histories[-1]))
+            again = (histories & 1).nonzero()[0]
+            returned = int(index[again[-1]]) + 1 if len(again) else 0
+        return Newcomers(
+            history_byte(code, reused=False), history_byte(code, reused=True), returned, known_at
+        )
 
     def on_finish(self, access: Access, output_token_count: int, stop: StopReason) -> int:
         """The reply of that request has ended. The reply byte for nodes not used since."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixd_server.base.types import Hashes, StopReason
 from prefixd_server.base.views import TierView
-from prefixd_server.policy.importance import Access
+from prefixd_server.policy.importance import Access, Newcomers
 from prefixd_server.policy.policy import Policy, Victims
 
 
@@ -29,6 +29,10 @@ class LearningPolicy(Policy, Protocol):
         rng: np.random.Generator,
     ) -> Access:
         """A request starts."""
+        ...
+
+    def newcomers(self, hashes: Hashes, history_above: int, now: float) -> Newcomers:
+        """Blocks that a request missed are stored."""
         ...
 
     def on_finish(self, access: Access, output_token_count: int, stop: StopReason) -> int:

@@ -73,6 +73,11 @@ def history_byte(gap: int, *, reused: bool) -> int:
     return 2 * gap + reused
 
 
+def gap_of(history: int) -> int:
+    """The gap code in a history byte."""
+    return history // 2
+
+
 def reply_byte(output_token_count: int, stop: StopReason) -> int:
     """Packs what is known of a finished reply."""
     length = 1 + bisect_right(REPLY_EDGES_TOKENS, output_token_count)

@@ -86,6 +86,13 @@ class ReuseTracker:
         deepest = int(known[-1])
         return int(watched.index[deepest]), float(self._last_use[watched.slots[deepest]])
 
+    def known_classes(self, watched: Watched) -> tuple[NDArray[np.intp], NDArray[np.intp], float]:
+        """Of the blocks that were used before: positions in the run, classes, and their latest use."""
+        known = watched.known.nonzero()[0]
+        slots = watched.slots[known]
+        latest = float(self._last_use.take(slots).max()) if len(slots) else 0.0
+        return watched.index[known], self._class.take(slots).astype(np.intp), latest
+
     def used(self, watched: Watched, class_new: int, class_again: int) -> None:
         """Books a use of the run: reuses of the known blocks, then all of them wait in a new class.
 
