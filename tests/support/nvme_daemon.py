@@ -43,34 +43,20 @@ def block_bytes_of(key: bytes, epoch: int) -> bytes:
     return hashlib.shake_128(key + epoch.to_bytes(8, "little")).digest(BLOCK_BYTES)
 
 
-class NvmeDaemon(DaemonProcess):
-    """`prefixd serve` over a data directory, with calls for tests.
+class NvmeCalls:
+    """Calls for tests, to any daemon with an NVMe tier."""
 
-    Args:
-        directory: short; holds the socket, the log and the data.
-        failpoints: see base/failpoints.py.
-        environment: further variables.
-    """
-
-    def __init__(
-        self, directory: Path, failpoints: str = "", environment: Mapping[str, str] | None = None
-    ) -> None:
-        settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-        arguments = ("--data-dir", str(directory / "data"), "--dram-size", "4MiB", *settings)
-        super().__init__(directory / "p.sock", *arguments, failpoints=failpoints, environment=environment)
+    def __init__(self, socket: Path) -> None:
         options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(f"unix:{self.socket}", options=options)
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
         cache: Any = cache_service_pb2_grpc.CacheServiceStub
         admin: Any = admin_service_pb2_grpc.AdminServiceStub
         self._cache: Any = cache(self._channel)
         self._admin: Any = admin(self._channel)
 
-    def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        super().kill()
+    def close(self) -> None:
+        """Hangs up."""
         self._channel.close()
-
-    # -- calls -------------------------------------------------------------------------------------
 
     def open_namespace(self, model: str) -> types_pb2.NamespaceRef:
         """A namespace of this model."""
@@ -121,7 +107,31 @@ class NvmeDaemon(DaemonProcess):
 
     def wait_until_recovered(self) -> None:
         """Returns when the NVMe tier is ready."""
-        wait_for(lambda: self.nvme.state == "ready", f"the NVMe tier of {self.log_path}")
+        wait_for(lambda: self.nvme.state == "ready", "the NVMe tier")
+
+
+class NvmeDaemon(NvmeCalls, DaemonProcess):
+    """`prefixd serve` over a data directory, with calls for tests.
+
+    Args:
+        directory: short; holds the socket, the log and the data.
+        failpoints: see base/failpoints.py.
+        environment: further variables.
+    """
+
+    def __init__(
+        self, directory: Path, failpoints: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
+        settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+        arguments = ("--data-dir", str(directory / "data"), "--dram-size", "4MiB", *settings)
+        socket = directory / "p.sock"
+        DaemonProcess.__init__(self, socket, *arguments, failpoints=failpoints, environment=environment)
+        NvmeCalls.__init__(self, socket)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        DaemonProcess.kill(self)
+        self.close()
 
 
 @dataclass
@@ -141,7 +151,7 @@ class Load:
     served: int = 0
     """Blocks served so far, every one right."""
 
-    def begin(self, daemon: NvmeDaemon) -> None:
+    def begin(self, daemon: NvmeCalls) -> None:
         """Opens the namespaces; a dropped epoch must not be back."""
         for model in MODELS:
             self._open(daemon, model)
@@ -156,7 +166,7 @@ class Load:
             if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}:
                 raise
 
-    def verify(self, daemon: NvmeDaemon, share: float = 1.0) -> int:
+    def verify(self, daemon: NvmeCalls, share: float = 1.0) -> int:
         """Reads a share of all runs; blocks served, every one right."""
         before = self.served
         for model, hashes in self.runs:
@@ -164,7 +174,7 @@ class Load:
                 self._read(daemon, model, hashes)
         return self.served - before
 
-    def _step(self, daemon: NvmeDaemon) -> None:
+    def _step(self, daemon: NvmeCalls) -> None:
         kind = self.rng.random()
         model = self.rng.choice(MODELS)
         if kind < 0.80 or not self.runs:
@@ -180,12 +190,12 @@ class Load:
             self.epochs[model] = max(self.epochs.get(model, 0), daemon.drop(self.refs[model]))
             self._open(daemon, model)
 
-    def _open(self, daemon: NvmeDaemon, model: str) -> None:
+    def _open(self, daemon: NvmeCalls, model: str) -> None:
         ref = daemon.open_namespace(model)
         assert ref.epoch >= self.epochs.get(model, 0), "a dropped namespace is back"
         self.refs[model] = ref
 
-    def _read(self, daemon: NvmeDaemon, model: str, hashes: list[bytes]) -> None:
+    def _read(self, daemon: NvmeCalls, model: str, hashes: list[bytes]) -> None:
         ref = self.refs[model]
         blocks = daemon.get(ref, hashes)
         for key, block in zip(hashes, blocks, strict=False):
@@ -202,7 +212,7 @@ class Load:
         return [*shared, *fresh][: 2 * RUN_BLOCKS_MAX]
 
 
-def assert_balanced(daemon: NvmeDaemon) -> None:
+def assert_balanced(daemon: NvmeCalls) -> None:
     """Its own check is clean, and slots of every kind add up."""
     assert daemon.problems() == []
     for tier in (daemon.tier(types_pb2.TIER_DRAM), daemon.nvme):
@@ -210,7 +220,7 @@ def assert_balanced(daemon: NvmeDaemon) -> None:
         assert tier.free_slot_count + sum(kinds) == tier.slot_count
 
 
-def assert_nothing_leaks(daemon: NvmeDaemon, refs: dict[str, types_pb2.NamespaceRef]) -> None:
+def assert_nothing_leaks(daemon: NvmeCalls, refs: dict[str, types_pb2.NamespaceRef]) -> None:
     """Everything evicted, every slot of both tiers is free again."""
     for ref in refs.values():
         daemon.evict(ref)
