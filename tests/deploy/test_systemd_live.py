@@ -54,7 +54,7 @@ def test_start_returns_when_dram_serves_as_the_daemons_own_user(machine: Systemd
     assert machine.show("ActiveState") == "active"
     assert serving(machine.socket) is True
     assert machine.show("StatusText").startswith("serving: DRAM ready, NVME ")
-    status = Path(f"/proc/{machine.pid}/root/proc/{machine.show('MainPID')}/status").read_text()
+    status = machine.path(f"proc/{machine.show('MainPID')}/status").read_text()
     facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert "0" not in facts["Uid"].split()
     assert (facts["CapEff"], facts["CapBnd"]) == ("0" * 16, "0" * 16)
@@ -106,7 +106,7 @@ async def test_stop_drains_a_held_lease_and_ends_within_its_time(machine: System
 
 
 def test_a_wrong_configuration_is_told_and_not_tried_again(machine: SystemdMachine) -> None:
-    Path(f"/proc/{machine.pid}/root/etc/prefixd/prefixd.toml").write_text("dram.size = 'much'\n")
+    machine.path("etc/prefixd/prefixd.toml").write_text("dram.size = 'much'\n")
     machine.systemctl("start", "prefixd", check=False)
     assert (machine.show("ActiveState"), machine.show("ExecMainStatus")) == ("failed", "2")
     assert "dram.size = much" in machine.log

@@ -111,7 +111,11 @@ class SystemdMachine:
     @property
     def socket(self) -> Path:
         """The daemon's socket, seen from outside."""
-        return Path(f"/proc/{self.pid}/root/run/prefixd/prefixd.sock")
+        return self.path("run/prefixd/prefixd.sock")
+
+    def path(self, inside: str) -> Path:
+        """A path as process 1 sees it, from its root, seen from outside."""
+        return Path("/proc", str(self.pid), "root", inside)
 
     def systemctl(self, *arguments: str, check: bool = True) -> str:
         """What systemctl prints."""
