@@ -26,7 +26,7 @@ def start(data_dir: Path, nvme: NvmeConfig = NVME) -> Node:
     node = start_node(nvme=nvme, data_dir=data_dir, tenants=("red",))
     storage = node.cache.storage
     assert storage is not None
-    node.run(until(lambda: storage.nvme.usable))
+    node.run(until(lambda: storage.nvme.health.writable))
     return node
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from prefixd_server.base.types import LeaseKind, NamespaceRef, NamespaceSpec, Tier
 
@@ -61,6 +63,44 @@ class NamespaceInfo:
     opened_at: float
 
 
+class Fault(StrEnum):
+    """What went wrong with a tier's disk, and what was found damaged on it; each costs hits, nothing else.
+
+    docs/nvme.md says what to do about each.
+    """
+
+    BAD_CHECKSUM = "bad_checksum"
+    """Blocks read whose bytes did not match their checksum."""
+    UNREADABLE = "unreadable"
+    """Blocks that the disk could not read."""
+    SEGMENT_DAMAGED = "segment_damaged"
+    """Blocks lost with segment files that were cut short or whose header was wrong."""
+    SEGMENT_MISSING = "segment_missing"
+    """Blocks lost with segment files that were gone."""
+    RECORD_CORRUPT = "record_corrupt"
+    """Index records that did not match their checksum."""
+    RECORD_STALE = "record_stale"
+    """Index records of an earlier use of their segment: their deletes were lost."""
+    RECORD_CONFLICT = "record_conflict"
+    """Index records that named the slot of a newer one: their deletes were lost."""
+    RECORD_MISPLACED = "record_misplaced"
+    """Index records of another store, or of no place that the tier has (any more)."""
+    RECORD_ORPHANED = "record_orphaned"
+    """Index records of blocks whose ancestors were not found, or whose namespace was dropped."""
+    INDEX_FAULT = "index_fault"
+    """Times that the index process failed, died or hung, and was started again."""
+    INDEX_REBUILT = "index_rebuilt"
+    """Times that the index was rebuilt from what could be read of it."""
+    INDEX_RESET = "index_reset"
+    """Times that the index could not be opened, and an empty one took its place."""
+    IO_ERROR = "io_error"
+    """Reads, writes and syncs that failed."""
+    SLOW = "slow"
+    """Times that the disk took longer than nvme.latency_max."""
+    DISK_FULL = "disk_full"
+    """Times that the disk had no room."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """free + reserved + resident + quarantined slots = slots (EVICTING counts as resident)."""
@@ -79,9 +119,11 @@ class TierStats:
     numa_nodes: tuple[int, ...] = ()
     page_kind: str = "pages"
     state: str = "ready"
-    """"ready", "recovering", "paused" or "refused"; only in the first are blocks read and written."""
+    """"ready", "full" (read, not written), "recovering", "paused" or "refused" (neither)."""
     state_reason: str = ""
     """Why it is not ready."""
+    fault_counts: Mapping[Fault, int] = field(default_factory=dict)
+    """Since the daemon's start."""
 
     @property
     def is_ready(self) -> bool:

@@ -38,6 +38,24 @@ class Batch:
     checksums: Checksums
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied:
+    """What became of a batch, a flag a block. Neither good nor lost: below a block that cannot be read."""
+
+    good: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+    """Its bytes did not match their checksum."""
+    unreadable: NDArray[np.bool_]
+    """The source's medium could not read it."""
+    faults: tuple[OSError, ...]
+    """What the source's medium raised, one per extent; also where a second attempt has read all of it."""
+
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """The source's copy is of no use."""
+        return self.bad | self.unreadable
+
+
 class Copier:
     """See the module."""
 
@@ -45,21 +63,28 @@ class Copier:
         self._state = state
         self._bad_copies = bad_copies
 
-    async def copy(self, batch: Batch) -> NDArray[np.bool_]:
-        """Has movers copy and verify the batch; which blocks are good. Raises FAULTS."""
-        good = np.zeros(len(batch.source_slots), dtype=np.bool_)
+    async def copy(self, batch: Batch) -> Copied:
+        """Has movers copy and verify the batch. Raises FAULTS, once nothing of it is under way any more."""
+        good, bad, unreadable = np.zeros((3, len(batch.source_slots)), dtype=np.bool_)
+        faults = []
         spans = self._spans(batch)
+        movers = self._state.movers_of(batch.source, batch.target)
         results = await asyncio.gather(
-            *(self._state.movers.run(self._job(batch, first, end)) for first, end in spans),
-            return_exceptions=True,
+            *(movers.run(self._job(batch, first, end)) for first, end in spans), return_exceptions=True
         )
         for (first, end), result in zip(spans, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
-            good[first:end] = ~result.bad
-        if batch.source is Tier.DRAM and not good.all():
-            self.found_bad(batch, good)
-        return good
+            good[first:end], bad[first:end] = ~result.bad, result.bad
+            if result.unread_from is not None:
+                good[first + result.unread_from : end] = False
+                unreadable[first + result.unread_from] = True
+            if result.fault is not None:
+                faults.append(result.fault)
+        copied = Copied(good, bad, unreadable, tuple(faults))
+        if batch.source is Tier.DRAM:
+            self.forget_lost(batch, copied)
+        return copied
 
     def _spans(self, batch: Batch) -> list[tuple[int, int]]:
         """Pieces of the batch that are consecutive on both sides, of at most IO_BYTES_MAX."""
@@ -99,7 +124,7 @@ class Copier:
         segment, position = divmod(slot, table.stride)
         return self._state.media[tier], segment, position * table.slot_bytes_of(slot)
 
-    def found_bad(self, batch: Batch, good: NDArray[np.bool_]) -> None:
-        """Copies whose bytes did not match are forgotten, deepest first: each takes what hangs below."""
-        for slot in batch.source_slots[~good][::-1].tolist():
+    def forget_lost(self, batch: Batch, copied: Copied) -> None:
+        """Copies of no use are forgotten, deepest first: each takes what hangs below."""
+        for slot in batch.source_slots[copied.lost][::-1].tolist():
             self._bad_copies.found(batch.namespace.tenant, batch.source, slot)

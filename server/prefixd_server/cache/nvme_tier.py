@@ -1,32 +1,30 @@
-"""The NVMe tier's life: its slots, its index records, its pauses.
+"""The NVMe tier's life: its slots and its index records. Faults and pauses are nvme_health.py's.
 
 Order of a write: bytes, flush, index record, visible (transfers.py). Order of a
 delete: index record, then space: a dropped copy's slot is FREE only when its
-record is durably gone. A disk or index fault pauses the tier: nothing is written
-or read, engines notice misses, and it resumes by itself.
+record is durably gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from enum import Enum
 from functools import partial
 
 import numpy as np
 import structlog
 
-from prefixd_server.base.accounts import TierStats
-from prefixd_server.base.errors import ConfigError, PrefixdError
+from prefixd_server.base.accounts import Fault, TierStats
+from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import Slots, Tier
+from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
 from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.catalog.events import RecordsDeleted
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.catalog.reads import Departure
-from prefixd_server.index.line import IndexUnavailable
-from prefixd_server.index.process import Index, IndexState
+from prefixd_server.index.process import Index
 from prefixd_server.index.records import (
     Keys,
     NamespaceRecord,
@@ -48,15 +46,6 @@ DELETE_COUNT_MAX = 8192
 log = structlog.get_logger(__name__)
 
 
-class NvmeState(Enum):
-    """See the module."""
-
-    RECOVERING = "recovering"
-    READY = "ready"
-    PAUSED = "paused"
-    REFUSED = "refused"
-
-
 class NvmeTier:
     """See the module. Owned by the event loop."""
 
@@ -67,56 +56,20 @@ class NvmeTier:
         medium: NvmeMedium,
         index: Index,
         budget: WriteBudget,
-        retry_pause_s: float,
+        health: NvmeHealth,
     ) -> None:
         self._state = state
         self._room = room
         self.medium = medium
         self.index = index
         self.budget = budget
-        self._retry_pause_s = retry_pause_s
-        self._paused_until = 0.0
+        self.health = health
         self._recorded: set[tuple[str, bytes, int]] = set()
         """Namespaces whose record is durable."""
         self._disowned: list[tuple[Keys, Slots]] = []
         self._departing = asyncio.Lock()
-        self.state = NvmeState.RECOVERING
-        self.reason = "the index is being read"
         self.written_bytes = 0
         self.read_bytes = 0
-
-    # -- state ---------------------------------------------------------------------------------
-
-    def ready(self) -> None:
-        """Recovery is over."""
-        self.state, self.reason = NvmeState.READY, ""
-        log.info("NVMe tier ready", blocks=self._state.catalog.slots[Tier.NVME].counts().resident)
-
-    def refuse(self, refusal: ConfigError) -> None:
-        """The index is not ours to open: the tier stays off until the next start."""
-        log.error("NVMe tier refused", reason=refusal.message)
-        self.state, self.reason = NvmeState.REFUSED, refusal.message
-
-    def pause(self, error: Exception) -> None:
-        """A fault: nothing is read or written until it is tried again."""
-        if self.state is NvmeState.READY:
-            log.error("NVMe tier paused", reason=str(error), retry_after_s=self._retry_pause_s)
-            self.state, self.reason = NvmeState.PAUSED, str(error)
-        self._paused_until = self._state.clock.now() + self._retry_pause_s
-
-    @property
-    def usable(self) -> bool:
-        """Whether blocks may be written and read now; ends a pause whose time is over."""
-        if self.state is NvmeState.PAUSED and self._state.clock.now() >= self._paused_until:
-            self.state, self.reason = NvmeState.READY, ""
-            log.info("NVMe tier tried again")
-        return self.state is NvmeState.READY
-
-    @property
-    def condition(self) -> tuple[NvmeState, str]:
-        """What to tell operators, and why: an index that is down pauses the tier before anybody uses it."""
-        down = self.state is NvmeState.READY and self.index.state is not IndexState.READY
-        return (NvmeState.PAUSED, self.index.reason) if down else (self.state, self.reason)
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -138,7 +91,7 @@ class NvmeTier:
         if not spare:
             return False
         segment, slot_bytes = spare[0], self._state.catalog.namespaces.pool_of(pool).slot_bytes
-        generation = await self._state.movers.run(
+        generation = await self._state.movers_of(Tier.NVME).run(
             CallJob(partial(self.medium.raise_generation, segment, slot_bytes))
         )
         if table.pool_of(segment) < 0:
@@ -242,11 +195,11 @@ class NvmeTier:
         """Deletes what departed, again and again; ends when cancelled."""
         while True:
             await asyncio.sleep(DEPARTURE_INTERVAL_S)
-            if self.has_departures and self.usable:
+            if self.has_departures and self.health.writable:
                 try:
                     await self.flush_departures()
-                except (IndexUnavailable, PrefixdError) as error:
-                    self.pause(error)
+                except PrefixdError as error:
+                    self.health.failed(error)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -254,6 +207,14 @@ class NvmeTier:
         """Ends the index process and closes the files."""
         await self.index.close()
         self.medium.close()
+
+    def _fault_counts(self) -> dict[Fault, int]:
+        """Every kind, those that never happened too."""
+        counts = dict.fromkeys(Fault, 0) | self.health.faults
+        counts[Fault.RECORD_CORRUPT] += self.index.counters.corrupt_records
+        counts[Fault.INDEX_REBUILT] += self.index.counters.rebuilds
+        counts[Fault.INDEX_RESET] += self.index.counters.resets
+        return counts
 
     def stats(self, pools: list[int]) -> TierStats:
         """What the given pools hold here."""
@@ -272,6 +233,7 @@ class NvmeTier:
             resident_slot_count=sum(c.resident for c in counts),
             quarantined_slot_count=sum(c.quarantined for c in counts),
             page_kind="files",
-            state=self.condition[0].value,
-            state_reason=self.condition[1],
+            state=self.health.state.value,
+            state_reason=self.health.reason,
+            fault_counts=self._fault_counts(),
         )

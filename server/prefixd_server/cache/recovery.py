@@ -74,7 +74,7 @@ class Recovery:
                 log.warning("recovery begins again", reason=str(error))
                 continue
             break
-        self._nvme.ready()
+        self._nvme.health.recovered()
         log.info(
             "NVMe tier recovered",
             recovered=self.report.recovered,

@@ -57,7 +57,7 @@ class Scheduler:
     def begin(self) -> list[asyncio.Task[int]]:
         """Starts what is to be demoted now, as many batches as may be under way."""
         begun: list[asyncio.Task[int]] = []
-        if not self._nvme.usable:
+        if not self._nvme.health.writable:
             return begun
         for pool in range(self._state.catalog.namespaces.pool_count):
             at_once = self._batch_count(pool)

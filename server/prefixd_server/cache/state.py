@@ -51,6 +51,8 @@ class State:
     rng: np.random.Generator
     drain_timeout_s: float
     boot_id: bytes
+    disk: Movers | None = None
+    """Movers of the NVMe tier alone: a disk that hangs holds up nothing else. None without that tier."""
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: dict[str, Counters] = field(default_factory=dict)
     bad_slots: list[BadSlot] = field(default_factory=list)
@@ -60,6 +62,10 @@ class State:
     def apply(self, event: Event) -> Effect:
         """Applies one event to the catalog, now."""
         return self.catalog.apply(event, self.clock.now())
+
+    def movers_of(self, *tiers: Tier) -> Movers:
+        """Who copies between these tiers."""
+        return self.disk if self.disk is not None and Tier.NVME in tiers else self.movers
 
     def counters_of(self, tenant: str) -> Counters:
         """The tenant's counters since start."""

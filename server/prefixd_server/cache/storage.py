@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.types import Tier
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.recovery import Recovery
@@ -28,12 +29,14 @@ class Storage:
         try:
             await self.recovery.run()
         except ConfigError as refusal:
-            self.nvme.refuse(refusal)
+            self.nvme.health.refuse(refusal)
             return
-        await asyncio.gather(self.nvme.run(), self.scheduler.run())
+        await asyncio.gather(self.nvme.run(), self.nvme.health.run(), self.scheduler.run())
 
     async def close(self) -> None:
         """Lets what is under way arrive, then closes index and files: no mover may write to a closed one."""
         await self.transfers.drain()
-        await self._state.movers.drain()
+        disk = self._state.movers_of(Tier.NVME)
+        await disk.drain()
+        disk.close()
         await self.nvme.close()

@@ -20,7 +20,7 @@ from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
-from prefixd_server.cache.copying import Batch, Copier
+from prefixd_server.cache.copying import Batch, Copied, Copier
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
@@ -56,6 +56,7 @@ class Transfers:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.claimed: set[int] = set()
         """Rows on their way to NVMe, from the plan on."""
+        nvme.health.subscribe(self._let_go)
 
     # -- demotion ------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Transfers:
             spent = len(rows) * slot_bytes
             return await self._write(namespace, shard, group, rows, slots) if len(rows) else 0
         except FAULTS as error:
-            self._nvme.pause(error)
+            self._nvme.health.failed(error)
             return 0
         finally:
             self._nvme.budget.give_back(units * slot_bytes - spent)
@@ -127,9 +128,10 @@ class Transfers:
         self._state.apply(CopiesLeased(Tier.DRAM, dram))
         recording = settled = False
         try:
-            good = await self._copier.copy(batch)
+            good = (await self._copier.copy(batch)).good
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
-            await self._state.movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
+            movers = self._state.movers_of(Tier.NVME)
+            await movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
             # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
             count = leading(good & (table.row[slots] >= 0))
             recording = True
@@ -176,7 +178,7 @@ class Transfers:
         rows, stored = rows[cold], stored[cold]
         readable = catalog.slots[Tier.NVME].state[stored] == SlotState.RESIDENT
         rows, stored = rows[: leading(readable)], stored[: leading(readable)]
-        if len(rows) == 0 or not self._nvme.usable:
+        if len(rows) == 0 or not self._nvme.health.readable:
             return waits
         self._state.apply(CopiesLeased(Tier.NVME, stored))
         namespace, shard, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
@@ -210,27 +212,41 @@ class Transfers:
     async def _read(self, batch: Batch, arrival: asyncio.Future[None]) -> None:
         table = self._state.catalog.slots[Tier.DRAM]
         slots = batch.target_slots
-        good = np.zeros(len(slots), dtype=np.bool_)
-        whole = False
+        copied: Copied | None = None
         try:
-            good = await self._copier.copy(batch)
-            whole = True
+            copied = await self._copier.copy(batch)
         except FAULTS as error:
-            self._nvme.pause(error)
+            self._nvme.health.failed(error)
         finally:
             rows = table.row[slots]
-            kept = good & (rows >= 0)
+            kept = rows >= 0
+            # What follows a block that did not come would hang below a hole.
+            kept[0 if copied is None else leading(copied.good) :] = False
             if kept.any():
                 self._state.apply(CopyPublished(Tier.DRAM, rows[kept], slots[kept]))
             if not kept.all():
                 self._state.apply(CopyAbandoned(Tier.DRAM, slots[~kept]))
             self._state.apply(CopiesReleased(Tier.NVME, batch.source_slots))
-            if whole and not good.all():
-                self._copier.found_bad(batch, good)
-            for slot in slots.tolist():
-                self._arriving.pop(slot, None)
-            arrival.set_result(None)
+            if copied is not None:
+                self._nvme.health.read(copied.bad, copied.unreadable, copied.faults)
+                self._copier.forget_lost(batch, copied)
+            self._arrived(slots, arrival)
         self._nvme.read_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
+
+    def _arrived(self, slots: Slots, arrival: asyncio.Future[None]) -> None:
+        for slot in slots.tolist():
+            if self._arriving.get(slot) is arrival:
+                del self._arriving[slot]
+        if not arrival.done():
+            arrival.set_result(None)
+
+    def _let_go(self) -> None:
+        """Nobody waits for a disk that is not to be used: what is under way arrives unattended."""
+        if not self._nvme.health.readable:
+            for arrival in set(self._arriving.values()):
+                if not arrival.done():
+                    arrival.set_result(None)
+            self._arriving.clear()
 
     async def drain(self) -> None:
         """Waits for the transfers under way."""

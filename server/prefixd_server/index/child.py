@@ -164,9 +164,9 @@ def main() -> None:
         Child(line, store).serve()
         store.close()
     except StoreRefused as refusal:
-        line.sendall(facts(Frame.FAULT, refused=True, message=str(refusal)))
+        line.sendall(facts(Frame.FAULT, refused=True, disk_full=False, message=str(refusal)))
     except StoreFault as fault:
-        line.sendall(facts(Frame.FAULT, refused=False, message=str(fault)))
+        line.sendall(facts(Frame.FAULT, refused=False, disk_full=fault.disk_full, message=str(fault)))
     except (BrokenPipeError, ConnectionResetError):
         pass
     # The binding's own end may hang or abort after a fault; whatever counts is on disk already.

@@ -27,11 +27,12 @@ class IndexUnavailable(Unavailable):
     """The index process failed or is being started again.
 
     A commit that ends so may have become durable or not: a put is not to be
-    trusted, a delete is to be repeated.
+    trusted, a delete is to be repeated. disk_full: it failed for want of room.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, disk_full: bool = False) -> None:
         super().__init__("INDEX_UNAVAILABLE", message)
+        self.disk_full = disk_full
 
 
 class Line:
@@ -86,7 +87,8 @@ class Line:
             fault = json.loads(body)
             if fault["refused"]:
                 raise ConfigError("INDEX_REFUSED", fault["message"])
-            raise IndexUnavailable(f"the index failed: {fault['message']}")
+            message = f"the index failed: {fault['message']}"
+            raise IndexUnavailable(message, disk_full=fault["disk_full"])
         return Frame(kind), body
 
     async def numbers(self, kind: Frame) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TypeAlias
 
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.logs import logger
@@ -34,6 +35,11 @@ class IndexState(Enum):
     READY = "ready"
     FAULTED = "faulted"
     CLOSED = "closed"
+
+
+OnChange: TypeAlias = Callable[[IndexState, Exception | None], None]
+OpenProcess: TypeAlias = Callable[[Path, bytes, float], Awaitable[Line]]
+"""(directory, store UUID, reply timeout in seconds); see open_line()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,6 @@ class IndexCounters:
     rebuilds: int = 0
 
 
-def _unheard(*_: object) -> None:
-    """Nobody listens."""
-
-
 async def _end(line: Line | None, tasks: list[asyncio.Task[None]]) -> None:
     """Leaves nothing behind of an index process."""
     for task in tasks:
@@ -91,7 +93,8 @@ class Index:
     Args:
         directory: of the database; only the index process touches what is in it.
         store_uuid: of the data directories that it belongs to.
-        on_change: told the new state, and why, on the loop.
+        on_change: told the new state, and the fault or refusal that led to it, on the loop.
+        open_process: starts an index process; tests give one that fails.
     """
 
     def __init__(
@@ -99,12 +102,14 @@ class Index:
         directory: Path,
         store_uuid: bytes,
         options: IndexOptions | None = None,
-        on_change: Callable[[IndexState, str], None] = _unheard,
+        on_change: OnChange | None = None,
+        open_process: OpenProcess = open_line,
     ) -> None:
         self._directory = directory
         self._store_uuid = store_uuid
         self._options = options or IndexOptions()
         self._on_change = on_change
+        self._open_process = open_process
         self._queue = CommitQueue(self._options.pending_record_count_max)
         self._work = asyncio.Event()
         self._moved = asyncio.Condition()
@@ -258,8 +263,7 @@ class Index:
                 self.counters.restarts += 1
         finally:
             self._queue.fail(IndexUnavailable("the index is closed"))
-            reason = self._refusal.message if self._refusal else "closed"
-            await self._move(IndexState.CLOSED, reason)
+            await self._move(IndexState.CLOSED, self._refusal)
 
     async def _live(self) -> bool:
         """The life of one index process; whether it ever was ready. Leaves FAULTED, or a refusal."""
@@ -269,7 +273,7 @@ class Index:
         fault: Exception = IndexUnavailable("the index was not opened")
         self._broken = asyncio.get_running_loop().create_future()
         try:
-            line = await open_line(self._directory, self._store_uuid, self._options.reply_timeout_s)
+            line = await self._open_process(self._directory, self._store_uuid, self._options.reply_timeout_s)
             await self._opened(line)
             ready = True
             tasks.append(asyncio.create_task(self._pump(line), name="index-pump"))
@@ -284,7 +288,7 @@ class Index:
             await _undisturbed(_end(line, tasks))
         if self._refusal is None:
             self._queue.fail(fault)
-            await self._move(IndexState.FAULTED, str(fault))
+            await self._move(IndexState.FAULTED, fault)
         return ready
 
     async def _opened(self, line: Line) -> None:
@@ -294,7 +298,7 @@ class Index:
             self.counters.resets += 1
             _log.warning("the index could not be opened; an empty one takes its place", reason=reason)
         self._line = line
-        await self._move(IndexState.READY, "")
+        await self._move(IndexState.READY, None)
 
     async def _pump(self, line: Line) -> None:
         """Sends group after group, one under way at a time."""
@@ -325,10 +329,11 @@ class Index:
         status = await line.gone()
         self._break(IndexUnavailable(f"the index process ended (status {status})"))
 
-    async def _move(self, state: IndexState, reason: str) -> None:
-        self.state, self.reason = state, reason
+    async def _move(self, state: IndexState, fault: Exception | None) -> None:
+        self.state, self.reason = state, "" if fault is None else str(fault)
         if state is IndexState.FAULTED:
-            _log.error("index unavailable", reason=reason)
-        self._on_change(state, reason)
+            _log.error("index unavailable", reason=self.reason)
+        if self._on_change is not None:
+            self._on_change(state, fault)
         async with self._moved:
             self._moved.notify_all()

@@ -11,7 +11,9 @@ rebuilt from what can be read from both ends.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +52,11 @@ _OPTIONS: dict[str, object] = {
 
 class StoreFault(Exception):
     """The database failed; it must be closed and opened again before it is used."""
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether it failed for want of room. RocksDB tells so in words alone, the system's."""
+        return any(os.strerror(number) in str(self) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class StoreDamaged(StoreFault):

@@ -45,9 +45,15 @@ class Renewable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """bad: one flag per block, True where the bytes did not match their checksum."""
+    """bad: one flag per block, True where the bytes did not match their checksum.
+
+    unread_from: index of the block that the medium could not read; it and those after it were not looked at.
+    fault: what the medium raised; also when a second attempt has read everything.
+    """
 
     bad: NDArray[np.bool_]
+    unread_from: int | None = None
+    fault: OSError | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +79,7 @@ class CopyJob:
         length = len(self.checksums) * self.stride_bytes
         target = self.target.view(self.target_segment_index, self.target_offset_bytes, length)
         if target is not None:
-            self.source.read(self.source_segment_index, self.source_offset_bytes, target)
-            return self._compare(target)
+            return self._read_into(target)
         staged = self.source.view(self.source_segment_index, self.source_offset_bytes, length)
         if staged is None:
             staged = memoryview(bytearray(length))
@@ -82,6 +87,32 @@ class CopyJob:
         result = self._compare(staged)
         self.target.write(self.target_segment_index, self.target_offset_bytes, staged)
         return result
+
+    def _read_into(self, target: memoryview) -> CopyResult:
+        try:
+            self.source.read(self.source_segment_index, self.source_offset_bytes, target)
+        except OSError as fault:
+            return self._read_singly(target, fault)
+        return self._compare(target)
+
+    def _read_singly(self, target: memoryview, fault: OSError) -> CopyResult:
+        """Finds the block that cannot be read; those before it are read."""
+        count, unread_from = len(self.checksums), None
+        for index in range(count):
+            at = index * self.stride_bytes
+            try:
+                self.source.read(
+                    self.source_segment_index,
+                    self.source_offset_bytes + at,
+                    target[at : at + self.stride_bytes],
+                )
+            except OSError:
+                unread_from = index
+                break
+        bad = self._compare(target).bad
+        if unread_from is not None:
+            bad[unread_from:] = False
+        return CopyResult(bad, unread_from, fault)
 
     def _compare(self, extent: memoryview) -> CopyResult:
         return _compare(extent, self.stride_bytes, self.block_bytes, self.checksums, self.algorithm)

@@ -18,13 +18,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixd_server.base.clock import Clock, SystemClock
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.files import Files, RealFiles
 from prefixd_server.base.types import SLOT_ALIGNMENT_BYTES, Tier
 from prefixd_server.media.aligned import aligned_buffer, is_aligned, round_up
 from prefixd_server.media.nvme_files import write_header
 from prefixd_server.media.nvme_format import HEADER_BYTES, INDEX_NAME, file_bytes
+from prefixd_server.media.nvme_probe import probe
 from prefixd_server.media.nvme_store import StoreOpener, StoreReport
+from prefixd_server.media.stopwatch import Stopwatch
 
 SEGMENT_BYTES_DEFAULT = 256 << 20
 
@@ -36,6 +39,7 @@ class NvmeMedium:
         directories: one or more, each ours or empty; segments are spread over them.
         segment_count: segments in all.
         segment_bytes: bytes of a segment, a multiple of SLOT_ALIGNMENT_BYTES.
+        clock: what the disk's calls are timed by.
 
     Raises:
         ConfigError: see StoreOpener.open.
@@ -48,12 +52,16 @@ class NvmeMedium:
         segment_count: int,
         segment_bytes: int = SEGMENT_BYTES_DEFAULT,
         files: Files | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if segment_bytes % SLOT_ALIGNMENT_BYTES or segment_count < 1 or not directories:
             raise ValueError(
                 f"{segment_count} segments of {segment_bytes} bytes in {len(directories)} directories"
             )
         self._files = files or RealFiles()
+        self._directories = [directory.absolute() for directory in directories]
+        self.stopwatch = Stopwatch(clock or SystemClock())
+        """Of every read, write and sync since the store was opened."""
         self._segment_bytes = segment_bytes
         self.segment_count = segment_count
         self.index_directory = directories[0].absolute() / INDEX_NAME
@@ -120,8 +128,9 @@ class NvmeMedium:
             source = staged
         fd, at = self._place(segment_index, offset_bytes, source.nbytes)
         done = 0
-        while done < source.nbytes:
-            done += self._files.write_at(fd, source[done:], at + done)
+        with self.stopwatch.call():
+            while done < source.nbytes:
+                done += self._files.write_at(fd, source[done:], at + done)
         failpoint("nvme.written")
 
     def view(self, segment_index: int, offset_bytes: int, length_bytes: int) -> memoryview | None:
@@ -136,7 +145,8 @@ class NvmeMedium:
         not even when a later flush succeeds: write it again.
         """
         for segment_index in segment_indexes:
-            self._files.sync_data(self._segments[segment_index].fd)
+            with self.stopwatch.call():
+                self._files.sync_data(self._segments[segment_index].fd)
         failpoint("nvme.flushed")
 
     def raise_generation(self, segment_index: int, slot_bytes: int) -> int:
@@ -150,11 +160,18 @@ class NvmeMedium:
         """
         file = self._segments[segment_index]
         raised = file.header.raised(slot_bytes)
-        write_header(self._files, file.fd, raised)
+        with self.stopwatch.call():
+            write_header(self._files, file.fd, raised)
         file.header = raised
         self.generations[segment_index] = raised.generation
         failpoint("nvme.generation_raised")
         return raised.generation
+
+    def probe(self) -> None:
+        """Returns when every directory's disk works. Raises OSError, ENOSPC when one is full."""
+        for directory in self._directories:
+            with self.stopwatch.call():
+                probe(self._files, directory)
 
     def close(self) -> None:
         """Closes the files. No call may be under way. Idempotent."""
@@ -167,11 +184,14 @@ class NvmeMedium:
     def _read(self, segment_index: int, offset_bytes: int, target: memoryview) -> None:
         fd, at = self._place(segment_index, offset_bytes, target.nbytes)
         done = 0
-        while done < target.nbytes:
-            got = self._files.read_at(fd, target[done:], at + done)
-            if got == 0:
-                raise OSError(errno.EIO, f"segment {segment_index} ends before byte {offset_bytes + done}")
-            done += got
+        with self.stopwatch.call():
+            while done < target.nbytes:
+                got = self._files.read_at(fd, target[done:], at + done)
+                if got == 0:
+                    raise OSError(
+                        errno.EIO, f"segment {segment_index} ends before byte {offset_bytes + done}"
+                    )
+                done += got
 
     def _place(self, segment_index: int, offset_bytes: int, length_bytes: int) -> tuple[int, int]:
         """(descriptor, offset in the file) of an extent that lies within its segment."""
