@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 
 import numpy as np
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import Config
+from prefixd_server.base.files import Files
 from prefixd_server.base.sizes import format_size
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.administration import Administration
@@ -17,6 +19,7 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.reading import Reading
@@ -33,7 +36,8 @@ from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.cache.writing import Writing
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.slots import SlotTable
-from prefixd_server.index.process import Index
+from prefixd_server.index.line import open_line
+from prefixd_server.index.process import Index, IndexOptions, OpenProcess
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.movers import Movers
 from prefixd_server.media.nvme import NvmeMedium
@@ -48,11 +52,23 @@ INDEX_BYTES_MIN = 16 << 20
 """Disk space kept for the index, of the NVMe tier's size: the cap holds with it."""
 
 
-def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None = None) -> Cache:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSeams:
+    """What tests put in the place of the NVMe tier's outside."""
+
+    files: Files | None = None
+    index_options: IndexOptions | None = None
+    open_index: OpenProcess = open_line
+
+
+def build_cache(
+    config: Config, clock: Clock, movers: Movers, seed: int | None = None, disk: DiskSeams | None = None
+) -> Cache:
     """A cache that is ready to start().
 
     Args:
-        movers: the threads that copy; tests give a hand-cranked twin.
+        movers: the threads that copy in memory; tests give a hand-cranked twin.
+        disk: see there.
         seed: of the policy's randomness; None for the system's. The key table
             is always seeded from the system: hostile tenants choose hashes.
 
@@ -62,7 +78,8 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     dram = DramMedium.from_config(config)
     table = SlotTable(Tier.DRAM, config.segment_bytes, config.segment_count)
     tables = {Tier.DRAM: table}
-    medium = _open_nvme(config)
+    disk = disk or DiskSeams()
+    medium = _open_nvme(config, clock, disk.files)
     if medium is not None:
         tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
     durable = frozenset({Tier.NVME}) & tables.keys()
@@ -92,9 +109,7 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     bad_copies = BadCopies(state, sessions, endings)
     nvme = transfers = None
     if medium is not None:
-        index = Index(medium.index_directory, medium.store_uuid)
-        budget = WriteBudget(config.nvme.write_budget_bytes, clock)
-        nvme = NvmeTier(state, room, medium, index, budget, config.nvme.retry_pause_s)
+        nvme = _nvme_tier(config, state, room, medium, disk)
         transfers = Transfers(state, room, nvme, Copier(state, bad_copies))
     reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload)
     writing = Writing(state, sessions, endings, room, workload)
@@ -116,7 +131,22 @@ def build_cache(config: Config, clock: Clock, movers: Movers, seed: int | None =
     )
 
 
-def _open_nvme(config: Config) -> NvmeMedium | None:
+def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, seams: DiskSeams) -> NvmeTier:
+    """The tier over its files, with movers of its own."""
+    state.disk = Movers(config.nvme.thread_count, config.movers.queue_limit)
+    health = NvmeHealth(state.clock, medium, state.disk, config.nvme.latency_max_s, config.nvme.retry_pause_s)
+    index = Index(
+        medium.index_directory,
+        medium.store_uuid,
+        seams.index_options,
+        health.index_changed,
+        seams.open_index,
+    )
+    budget = WriteBudget(config.nvme.write_budget_bytes, state.clock)
+    return NvmeTier(state, room, medium, index, budget, health)
+
+
+def _open_nvme(config: Config, clock: Clock, files: Files | None) -> NvmeMedium | None:
     """The NVMe tier's files, within its size; None when the tier is off."""
     directories = config.nvme_directories
     if not directories:
@@ -127,4 +157,4 @@ def _open_nvme(config: Config) -> NvmeMedium | None:
         raise config.error("nvme.size", format_size(size), "leaves no room for one segment beside the index")
     for directory in directories:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return NvmeMedium(directories, count, segment)
+    return NvmeMedium(directories, count, segment, files, clock)
