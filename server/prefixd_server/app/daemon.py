@@ -50,7 +50,7 @@ class Daemon:
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(prefixd_server.__version__)
         self.ports: dict[str, int] = {}
         self._clock = clock or SystemClock()
         self._open = contextlib.AsyncExitStack()

@@ -1,20 +1,20 @@
-"""What the daemon tells Prometheus: names, units, buckets.
+"""What the daemon tells Prometheus: what is observed in passing, and the text of a scrape.
 
 One registry of our own, so that two daemons in one process do not mix. What
-happens often is observed where it happens; what can be read at any time (tier
-gauges, block counters) is taken from statistics at each scrape. Serving the
-text is app/exposition.py's business.
+can be read at any time (tier gauges, block counters) is taken from statistics
+at each scrape, see metric_families.py. Serving the text is app/exposition.py's
+business; docs/metrics.md lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from prefixd_server.base.accounts import Stats, TierStats
+from prefixd_server.base.accounts import Stats
+from prefixd_server.base.metric_families import FAMILIES, StatsCollector
 from prefixd_server.base.types import Tier
 
 RPC_BUCKETS_S = (
@@ -22,16 +22,23 @@ RPC_BUCKETS_S = (
     *(0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0),
 )
 """Fine up to the client's default deadline of 50 ms, so that p99.9 can be read off."""
+CROSSING_BUCKETS_S = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+"""From one block in memory to a disk that hangs."""
 LOOP_LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 """2 ms is the bound on one step of the loop."""
 
-_SLOT_STATES = ("free", "reserved", "resident", "quarantined")
-
 
 class Metrics:
-    """The registry and what is observed in passing. Thread-safe, as prometheus_client is."""
+    """The registry and what is observed in passing. Thread-safe, as prometheus_client is.
 
-    def __init__(self) -> None:
+    Args:
+        version: of the daemon, for prefixd_build_info.
+    """
+
+    def __init__(self, version: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._rpc_seconds = Histogram(
             "prefixd_rpc_seconds",
@@ -46,12 +53,31 @@ class Metrics:
             ["method", "tenant", "code", "reason"],
             registry=self.registry,
         )
+        self._crossing_seconds = Histogram(
+            "prefixd_tier_crossing_seconds",
+            "Time of one transfer between tiers: waiting for movers, copying, verifying.",
+            ["source", "target"],
+            buckets=CROSSING_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._crossing_bytes = Counter(
+            "prefixd_tier_crossing_bytes",
+            "Bytes copied between tiers and found right.",
+            ["source", "target"],
+            registry=self.registry,
+        )
         self.loop_lag = Histogram(
             "prefixd_loop_lag_seconds",
             "How late the event loop ran a timer.",
             buckets=LOOP_LAG_BUCKETS_S,
             registry=self.registry,
         )
+        build = Gauge(
+            "prefixd_build_info", "1, labelled with the version.", ["version"], registry=self.registry
+        )
+        build.labels(version).set(1)
+        # CPU time, memory, descriptors: prefixd_process_*.
+        ProcessCollector(namespace="prefixd", registry=self.registry)
 
     def rpc_seconds(self, method: str, tenant: str) -> Histogram:
         """The latency histogram of one method, to be kept by its handler."""
@@ -61,6 +87,12 @@ class Metrics:
         """Counts one call that ended with an error."""
         self._rpc_errors.labels(method, tenant, code, reason).inc()
 
+    def crossed(self, source: Tier, target: Tier, seconds: float, good_bytes: int) -> None:
+        """Tells of one transfer between tiers."""
+        names = source.name.lower(), target.name.lower()
+        self._crossing_seconds.labels(*names).observe(seconds)
+        self._crossing_bytes.labels(*names).inc(good_bytes)
+
     def render(self, node: Stats, tenants: Mapping[str, Stats]) -> bytes:
         """The text format, with these statistics. May run in any thread."""
         scrape = CollectorRegistry(auto_describe=False)
@@ -68,74 +100,21 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(scrape)
 
 
-class StatsCollector:
-    """Statistics as metric families; made for one scrape."""
-
-    def __init__(self, node: Stats, tenants: Mapping[str, Stats]) -> None:
-        self._node = node
-        self._tenants = tenants
-
-    def collect(self) -> Iterator[Metric]:
-        """See prometheus_client's Collector."""
-        yield from self._node_gauges()
-        yield from self._tier_gauges()
-        yield from self._tenant_counters()
-
-    def _node_gauges(self) -> Iterator[Metric]:
-        node = self._node
-        for name, about, value in (
-            ("prefixd_leases", "Live leases.", node.lease_count),
-            ("prefixd_sessions", "Open sessions.", node.session_count),
-            ("prefixd_blocks", "Blocks known to the catalog.", node.block_count),
-            ("prefixd_metadata_bytes", "Bytes of metadata in use.", node.metadata_bytes),
-            ("prefixd_draining", "1 while the daemon drains.", float(node.draining)),
-            ("prefixd_uptime_seconds", "Time since start.", node.uptime_s),
-        ):
-            yield GaugeMetricFamily(name, about, value=value)
-
-    def _tier_gauges(self) -> Iterator[Metric]:
-        for name, about, attribute in (
-            ("prefixd_tier_capacity_bytes", "Bytes configured.", "capacity_bytes"),
-            ("prefixd_tier_assigned_bytes", "Bytes in segments assigned to a block size.", "assigned_bytes"),
-            ("prefixd_tier_prefaulted_bytes", "Bytes pre-faulted so far.", "prefaulted_bytes"),
-            ("prefixd_tier_segments", "Segments that exist.", "segment_count"),
-            ("prefixd_tier_ready", "1 while blocks are read from it and written to it.", "is_ready"),
-        ):
-            family = GaugeMetricFamily(name, about, labels=["tier"])
-            for tier in self._node.tiers:
-                family.add_metric([tier.tier.name.lower()], getattr(tier, attribute))
-            yield family
-        slots = GaugeMetricFamily(
-            "prefixd_tier_slots", "Slots in assigned segments, by state.", labels=["tier", "state"]
-        )
-        for tier in self._node.tiers:
-            for state in _SLOT_STATES:
-                slots.add_metric([tier.tier.name.lower(), state], _slot_count(tier, state))
-        yield slots
-
-    def _tenant_counters(self) -> Iterator[Metric]:
-        hits = CounterMetricFamily(
-            "prefixd_block_hits", "Blocks that hit, by tier.", labels=["tenant", "tier"]
-        )
-        for tenant, stats in self._tenants.items():
-            for tier in Tier:
-                hits.add_metric([tenant, tier.name.lower()], stats.counters.hits[tier])
-        yield hits
-        for name, about, attribute in (
-            ("prefixd_blocks_asked", "Blocks asked for: hits + pending + missed.", "asked"),
-            ("prefixd_blocks_pending", "Blocks that were being written or moved.", "pending"),
-            ("prefixd_blocks_missed", "Blocks that missed.", "missed"),
-            ("prefixd_blocks_committed", "Blocks committed.", "committed"),
-            ("prefixd_blocks_declined", "Blocks not admitted.", "declined"),
-            ("prefixd_blocks_evicted", "Blocks dropped for space.", "evicted"),
-            ("prefixd_blocks_bad", "Blocks found bad, quarantined and forgotten.", "bad"),
-        ):
-            family = CounterMetricFamily(name, about, labels=["tenant"])
-            for tenant, stats in self._tenants.items():
-                family.add_metric([tenant], getattr(stats.counters, attribute))
-            yield family
+def metrics_table() -> str:
+    """The table of docs/metrics.md: every metric as it is served, what is observed first."""
+    metrics = Metrics()
+    # Labels show only on samples that exist.
+    metrics.rpc_seconds("m", "t")
+    metrics.rpc_error("m", "t", "c", "r")
+    metrics.crossed(Tier.DRAM, Tier.NVME, 0.0, 0)
+    lines = ["| metric | type | labels | what it tells |", "|---|---|---|---|"]
+    for metric in metrics.registry.collect():
+        labels = [name for name in metric.samples[0].labels if name != "le"]
+        lines.append(_row(metric.name, metric.type, labels, metric.documentation))
+    lines += [_row(item.name, item.type, item.labels, item.about) for item in FAMILIES]
+    return "\n".join(lines) + "\n"
 
 
-def _slot_count(tier: TierStats, state: str) -> int:
-    count: int = getattr(tier, f"{state}_slot_count")
-    return count
+def _row(name: str, kind: str, labels: Sequence[str], about: str) -> str:
+    served = f"{name}_total" if kind == "counter" else name
+    return f"| `{served}` | {kind} | {', '.join(labels) or '-'} | {about} |"
