@@ -27,6 +27,7 @@ from prefixd_server.base.clock import Clock, SystemClock
 from prefixd_server.base.config import Config, TenantConfig, config_error
 from prefixd_server.base.logs import logger
 from prefixd_server.base.metrics import Metrics
+from prefixd_server.base.types import Tier
 from prefixd_server.cache.build import build_cache
 from prefixd_server.cache.cache import Cache
 from prefixd_server.media.movers import Movers
@@ -36,6 +37,8 @@ from prefixd_server.rpc.server import WireServer
 
 STOP_GRACE_S = 0.25
 """For answers that are on their way when the sockets close; leases have ended by then."""
+TIER_LOOK_INTERVAL_S = 0.1
+"""How late health may tell that a tier is away or back."""
 LAG_INTERVAL_S = 0.1
 """How often the loop's lag is measured."""
 
@@ -82,6 +85,7 @@ class Daemon:
             await self._open.aclose()
             raise
         self._watch_lag()
+        self._watch_tiers()
         await self._set_serving(True)
         self._log.info(
             "serving",
@@ -173,6 +177,21 @@ class Daemon:
     async def _set_serving(self, serving: bool) -> None:
         for server in self._servers:
             await server.set_serving(serving)
+
+    def _watch_tiers(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._tell_tiers())
+        self._open.callback(task.cancel)
+
+    async def _tell_tiers(self) -> None:
+        """Has health answer for each tier, whenever one comes or goes."""
+        told: dict[Tier, bool] = {}
+        while True:
+            for tier in self.cache.stats(None).tiers:
+                if told.get(tier.tier) is not tier.is_ready:
+                    told[tier.tier] = tier.is_ready
+                    for server in self._servers:
+                        await server.set_tier_serving(tier.tier, tier.is_ready)
+            await asyncio.sleep(TIER_LOOK_INTERVAL_S)
 
     # -- metrics -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from prefixd.v1 import admin_service_pb2, cache_service_pb2
 from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.metrics import Metrics
+from prefixd_server.base.types import Tier
 from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc.admin_service import AdminService, Drain
 from prefixd_server.rpc.cache_service import CacheService
@@ -94,6 +95,12 @@ class WireServer:
         state = states.Value("SERVING" if serving else "NOT_SERVING")
         for name in ("", *SERVICE_NAMES):
             await self._health.set(name, state)
+
+    async def set_tier_serving(self, tier: Tier, serving: bool) -> None:
+        """What health answers for one tier, as a service of its own: "prefixd.tier.nvme"."""
+        states = health_pb2.HealthCheckResponse.ServingStatus
+        state = states.Value("SERVING" if serving else "NOT_SERVING")
+        await self._health.set(f"prefixd.tier.{tier.name.lower()}", state)
 
     async def stop(self, grace_s: float) -> None:
         """Ends at most `grace_s` later, cancelling calls still in progress. The path is the caller's."""
