@@ -89,6 +89,12 @@ def _hits(scrape: Scrape) -> Values:
             yield (tenant, tier.name.lower()), stats.counters.hits[tier]
 
 
+def _faults(scrape: Scrape) -> Values:
+    for tier in scrape.node.tiers:
+        for kind, count in tier.fault_counts.items():
+            yield (tier.tier.name.lower(), kind), count
+
+
 FAMILIES: tuple[Family, ...] = (
     _node("prefixd_leases", "Live leases.", lambda node: node.lease_count),
     _node("prefixd_sessions", "Open sessions of engine processes.", lambda node: node.session_count),
@@ -111,6 +117,13 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _tier("prefixd_tier_assigned_slots", "Slots in assigned segments.", lambda tier: tier.slot_count),
     Family("prefixd_tier_slots", GaugeMetricFamily, ("tier", "state"), "Slots, by state.", _slots),
+    Family(
+        "prefixd_tier_faults",
+        CounterMetricFamily,
+        ("tier", "kind"),
+        "Damage found and faults met; docs/nvme.md explains each kind.",
+        _faults,
+    ),
     Family("prefixd_block_hits", CounterMetricFamily, ("tenant", "tier"), "Blocks that hit.", _hits),
     _tenant(
         "prefixd_blocks_asked", "Blocks asked for by Acquire and Get.", lambda stats: stats.counters.asked
