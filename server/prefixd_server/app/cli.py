@@ -24,7 +24,9 @@ from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.logs import configure_logging, logger
 
 _ELSEWHERE: dict[str, tuple[str, str]] = {
+    "explain": ("prefixd_server.app.explain", "explain"),
     "inspect": ("prefixd_server.app.offline", "inspect"),
+    "record": ("prefixd_server.app.record", "record"),
     "simulate": ("prefixd_server.simulate.command", "simulate"),
 }
 """Commands whose imports are heavy: name -> (module, attribute), loaded when asked for."""

@@ -28,7 +28,7 @@ CALL_TIMEOUT_S = 30.0
 _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
 
 
-def _common(command: Callable[..., None]) -> Callable[..., None]:
+def common_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that every verb has."""
     for option in (
         click.option(
@@ -43,7 +43,7 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-_namespace_option = click.option(
+namespace_option = click.option(
     "--namespace",
     "name",
     required=True,
@@ -56,7 +56,7 @@ _hashes_argument = click.argument("hashes", nargs=-1, metavar="HASH...")
 class Operator:
     """One connection to one daemon."""
 
-    def __init__(self, channel: grpc.Channel, timeout_s: float, as_json: bool) -> None:
+    def __init__(self, channel: grpc.Channel, timeout_s: float | None, as_json: bool) -> None:
         make: Any = admin_service_pb2_grpc.AdminServiceStub
         self._stub = make(channel)
         self._timeout_s = timeout_s
@@ -64,7 +64,8 @@ class Operator:
 
     def call(self, method: str, request: Message, *, extra_s: float = 0.0) -> Any:
         """Calls one method. Raises grpc.RpcError."""
-        return getattr(self._stub, method)(request, timeout=self._timeout_s + extra_s)
+        timeout_s = None if self._timeout_s is None else self._timeout_s + extra_s
+        return getattr(self._stub, method)(request, timeout=timeout_s)
 
     def show(self, answer: Message, table: Callable[[Any], None]) -> None:
         """Prints an answer: JSON, or as its table."""
@@ -91,7 +92,7 @@ class Operator:
 
 
 @contextmanager
-def _operator(socket: Path | None, timeout: float, as_json: bool) -> Iterator[Operator]:
+def connected(socket: Path | None, timeout: float | None, as_json: bool) -> Iterator[Operator]:
     """Connects, and turns what goes wrong into a message and an exit status."""
     try:
         path = (socket or default_socket_path()).absolute()
@@ -120,7 +121,7 @@ def _explain(error: Any, path: Path) -> Exit:
     return Exit.FAILED
 
 
-def _hash_bytes(hashes: tuple[str, ...]) -> list[bytes]:
+def hash_bytes(hashes: tuple[str, ...]) -> list[bytes]:
     """Hex arguments; a single "-" reads them from standard input."""
     words = sys.stdin.read().split() if hashes == ("-",) else hashes
     try:
@@ -130,32 +131,32 @@ def _hash_bytes(hashes: tuple[str, ...]) -> list[bytes]:
 
 
 @click.command()
-@_common
+@common_options
 def stats(socket: Path | None, as_json: bool, timeout: float) -> None:
     """Show counters, tiers and memory."""
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         operator.show(operator.call("GetStats", wire.GetStatsRequest()), tables.stats)
 
 
 @click.command()
-@_common
+@common_options
 def leases(socket: Path | None, as_json: bool, timeout: float) -> None:
     """Show who holds what since when."""
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         operator.show(operator.call("ListLeases", wire.ListLeasesRequest()), tables.leases)
 
 
 @click.command()
-@_common
+@common_options
 def namespaces(socket: Path | None, as_json: bool, timeout: float) -> None:
     """Show the tenant's namespaces."""
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         operator.show(operator.call("ListNamespaces", wire.ListNamespacesRequest()), tables.namespaces)
 
 
 @click.command()
-@_common
-@_namespace_option
+@common_options
+@namespace_option
 @click.option("--shard", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--group", type=click.IntRange(min=0), default=0, show_default=True, help="The KV group.")
 @click.argument("block_hash", metavar="HASH")
@@ -163,8 +164,8 @@ def describe(
     socket: Path | None, as_json: bool, timeout: float, name: str, shard: int, group: int, block_hash: str
 ) -> None:
     """Show everything known about one block, with its story."""
-    (key,) = _hash_bytes((block_hash,))
-    with _operator(socket, timeout, as_json) as operator:
+    (key,) = hash_bytes((block_hash,))
+    with connected(socket, timeout, as_json) as operator:
         request = wire.DescribeBlockRequest(
             namespace=operator.namespace(name), shard=shard, kv_group=group, block_hash=key
         )
@@ -174,8 +175,8 @@ def describe(
 
 
 @click.command()
-@_common
-@_namespace_option
+@common_options
+@namespace_option
 @click.option(
     "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Blocks to keep at the start."
 )
@@ -184,8 +185,8 @@ def evict(
     socket: Path | None, as_json: bool, timeout: float, name: str, keep: int, hashes: tuple[str, ...]
 ) -> None:
     """Evict a run and what hangs below it; without hashes, everything in the namespace."""
-    keys = _hash_bytes(hashes)
-    with _operator(socket, timeout, as_json) as operator:
+    keys = hash_bytes(hashes)
+    with connected(socket, timeout, as_json) as operator:
         request = wire.EvictRequest(
             namespace=operator.namespace(name), block_hashes=keys, keep_block_count=keep
         )
@@ -193,41 +194,41 @@ def evict(
 
 
 @click.command()
-@_common
-@_namespace_option
+@common_options
+@namespace_option
 @_hashes_argument
 def pin(socket: Path | None, as_json: bool, timeout: float, name: str, hashes: tuple[str, ...]) -> None:
     """Keep a run from eviction until unpin or a restart."""
-    keys = _hash_bytes(hashes)
-    with _operator(socket, timeout, as_json) as operator:
+    keys = hash_bytes(hashes)
+    with connected(socket, timeout, as_json) as operator:
         request = wire.PinRequest(namespace=operator.namespace(name), block_hashes=keys)
         operator.show(operator.call("Pin", request), tables.fields)
 
 
 @click.command()
-@_common
-@_namespace_option
+@common_options
+@namespace_option
 @_hashes_argument
 def unpin(socket: Path | None, as_json: bool, timeout: float, name: str, hashes: tuple[str, ...]) -> None:
     """Undo pin."""
-    keys = _hash_bytes(hashes)
-    with _operator(socket, timeout, as_json) as operator:
+    keys = hash_bytes(hashes)
+    with connected(socket, timeout, as_json) as operator:
         request = wire.UnpinRequest(namespace=operator.namespace(name), block_hashes=keys)
         operator.show(operator.call("Unpin", request), tables.fields)
 
 
 @click.command("drop-namespace")
-@_common
-@_namespace_option
+@common_options
+@namespace_option
 def drop_namespace(socket: Path | None, as_json: bool, timeout: float, name: str) -> None:
     """Forget a namespace at once and raise its epoch."""
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         request = wire.DropNamespaceRequest(namespace=operator.namespace(name))
         operator.show(operator.call("DropNamespace", request), tables.fields)
 
 
 @click.command()
-@_common
+@common_options
 @click.option(
     "--offline",
     "directory",
@@ -244,18 +245,18 @@ def check(socket: Path | None, as_json: bool, timeout: float, directory: Path | 
         sys.exit(offline.check(directory, repair=repair, as_json=as_json))
     if repair:
         raise click.UsageError("--repair needs --offline DIR: a daemon forgets what is damaged by itself")
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         answer = operator.call("Check", wire.CheckRequest())
         operator.show(answer, tables.check)
     sys.exit(Exit.FAILED if answer.problems else Exit.OK)
 
 
 @click.command()
-@_common
+@common_options
 @click.option("--wait", type=click.FloatRange(min=0), help="Longest wait for leases to end, in seconds.")
 def drain(socket: Path | None, as_json: bool, timeout: float, wait: float | None) -> None:
     """Stop admitting and wait for leases to end; fails when some are left."""
-    with _operator(socket, timeout, as_json) as operator:
+    with connected(socket, timeout, as_json) as operator:
         request = wire.DrainRequest(timeout=None if wait is None else answers.duration(wait))
         answer = operator.call("Drain", request, extra_s=wait or 0.0)
         operator.show(answer, tables.fields)

@@ -115,6 +115,20 @@ def block(answer: wire.DescribeBlockResponse) -> None:
         _console().print(f"  {line}", markup=False)
 
 
+def explanation(answer: wire.ExplainBlockResponse) -> None:
+    """Signals and worth of one block, then its standing in each tier."""
+    if not answer.found:
+        _console().print("not kept")
+        return
+    signals = {signal.name: signal.value for signal in answer.signals}
+    _key_values({"policy": answer.policy, "score": f"{answer.score:.4g}"} | signals)
+    table = _table("tier", "copy", "rank", "what would happen")
+    for item in plain(answer)["placements"]:
+        copy = "yes" if item["present"] else "no"
+        table.add_row(item["tier"], copy, f"{item['rank']:.0%}", item["verdict"])
+    _console().print(table)
+
+
 def check(answer: wire.CheckResponse) -> None:
     """What is wrong, if anything."""
     for problem in answer.problems:

@@ -53,6 +53,27 @@ class BlockInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """How a block stands in one tier: rank is the part of what may go there that is worth less, 0 to 1."""
+
+    tier: Tier
+    present: bool
+    evictable: bool
+    rank: float
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the policy makes of one block, for ExplainBlock; scores compare within a tier only."""
+
+    policy: str
+    signals: tuple[tuple[str, str], ...]
+    score: float
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NamespaceInfo:
     """One namespace, for ListNamespaces; opened_at on the wall clock."""
 

@@ -19,6 +19,7 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
@@ -31,6 +32,7 @@ from prefixd_server.cache.storage import Storage
 from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.usage import Usage
 from prefixd_server.cache.verifying import Verifier
+from prefixd_server.cache.watching import Watchers
 from prefixd_server.cache.workload import Workload
 from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.cache.writing import Writing
@@ -44,7 +46,7 @@ from prefixd_server.media.nvme import NvmeMedium
 from prefixd_server.media.nvme_format import file_bytes
 from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.lru import LruPolicy
-from prefixd_server.policy.policy import Policy
+from prefixd_server.policy.policy import DaemonPolicy
 
 BOOT_ID_BYTES = 16
 INDEX_SHARE = 1 / 32
@@ -84,7 +86,7 @@ def build_cache(
         tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
     durable = frozenset({Tier.NVME}) & tables.keys()
     importance = ImportancePolicy()
-    policies: dict[str, Policy] = {policy.name: policy for policy in (importance, LruPolicy())}
+    policies: dict[str, DaemonPolicy] = {policy.name: policy for policy in (importance, LruPolicy())}
     state = State(
         catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
         policy=policies[config.policy.name],
@@ -104,7 +106,8 @@ def build_cache(
     sessions = Sessions(config.leases.session_count_max, endings)
     quotas = {tenant.name: tenant.quota_bytes for tenant in config.all_tenants}
     room = Room(state, quotas)
-    workload = Workload(state)
+    watchers = Watchers()
+    workload = Workload(state, watchers)
     verifier = Verifier(state)
     bad_copies = BadCopies(state, sessions, endings)
     nvme = transfers = None
@@ -127,6 +130,8 @@ def build_cache(
         usage=Usage(state, sessions, workload),
         administration=Administration(state, sessions, endings, room, epochs, nvme, clock.now()),
         storage=None if nvme is None or transfers is None else Storage(state, nvme, transfers, epochs),
+        watchers=watchers,
+        explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
     )
 

@@ -17,6 +17,7 @@ from prefixd_server.cache.administration import Administration
 from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
@@ -25,6 +26,7 @@ from prefixd_server.cache.sessions import DrainingNotice, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.storage import Storage
 from prefixd_server.cache.usage import Usage
+from prefixd_server.cache.watching import Watchers
 from prefixd_server.cache.writing import Writing
 
 SWEEP_INTERVAL_S = 0.05
@@ -49,6 +51,8 @@ class Cache:
         administration: Administration,
         storage: Storage | None,
         companions: Companions,
+        watchers: Watchers,
+        explaining: Explaining,
         namespace_count_max: int,
     ) -> None:
         self.state = state
@@ -75,6 +79,8 @@ class Cache:
         self.begin_get = portable.begin_get
         self.report_usage = usage.report
         self.describe = administration.describe
+        self.explain = explaining.explain
+        self.watchers = watchers
         self.evict = administration.evict
         self.pin = administration.pin
         self.list_leases = administration.list_leases
@@ -100,6 +106,18 @@ class Cache:
     def spec_of(self, tenant: str, ref: NamespaceRef) -> NamespaceSpec:
         """What the namespace was opened with. Raises NotFound, StateConflict as Namespaces.get does."""
         return self.state.catalog.namespaces.get(tenant, ref).spec
+
+    def set_policy(self, name: str) -> None:
+        """Has another policy choose from now on. Raises InvalidRequest POLICY_UNKNOWN."""
+        policy = self.state.policies.get(name)
+        if policy is None:
+            raise InvalidRequest(
+                "POLICY_UNKNOWN",
+                f"policy = {name}: must be one of {', '.join(self.state.policies)}",
+                field="policy",
+                value=name,
+            )
+        self.state.policy = policy
 
     # -- life ----------------------------------------------------------------------------------
 

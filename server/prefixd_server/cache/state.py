@@ -18,7 +18,7 @@ from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.medium import Medium
 from prefixd_server.media.movers import Movers
 from prefixd_server.policy.learning import LearningPolicy
-from prefixd_server.policy.policy import Policy
+from prefixd_server.policy.policy import DaemonPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class State:
     """The node's metadata and its collaborators."""
 
     catalog: Catalog
-    policy: Policy
+    policy: DaemonPolicy
     """Which chooses victims now: one of `policies`."""
-    policies: dict[str, Policy]
+    policies: dict[str, DaemonPolicy]
     """By name: those that can be switched to; each keeps what it knows meanwhile."""
     learner: LearningPolicy
     """Which is told of every request, also while another policy chooses."""

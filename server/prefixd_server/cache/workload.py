@@ -19,6 +19,7 @@ import numpy as np
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, Hashes, Rows, StopReason
 from prefixd_server.cache.state import State
+from prefixd_server.cache.watching import RequestBegan, RequestEnded, Watchers
 from prefixd_server.catalog.events import ReplyEnded, RunUsed
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.policy.importance import PREFILL_MAX_S, Access, Newcomers
@@ -53,8 +54,9 @@ class OpenRequest:
 class Workload:
     """See the module. Owned by the event loop."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, watchers: Watchers) -> None:
         self._state = state
+        self._watchers = watchers
         self._open: OrderedDict[RequestName, OpenRequest] = OrderedDict()
         self._with_run: deque[OpenRequest] = deque()
         """Requests whose runs were remembered, the oldest first; some have lost theirs since."""
@@ -91,6 +93,7 @@ class Workload:
             self._begun[namespace.number, int(run[0, 0])] = request.used_at
             if len(self._begun) > BEGUN_COUNT_MAX:
                 self._begun.popitem(last=False)
+        self._tell_begun(name, namespace, run, known)
         for rows in parts.values():
             if known:
                 self._state.apply(RunUsed(rows[:known], request.access.history_again))
@@ -138,6 +141,9 @@ class Workload:
         request = self._open.get(name)
         if request is None or request.access is None:
             return
+        tenant, instance_id, request_id = name
+        wall = self._state.clock.wall()
+        self._watchers.tell(tenant, RequestEnded(wall, instance_id, request_id, output_token_count, stop))
         reply = self._state.learner.on_finish(request.access, output_token_count, stop)
         catalog = self._state.catalog
         if request.run is not None:
@@ -159,6 +165,12 @@ class Workload:
         return self._state.learner.on_access(
             named_apart(namespace, run), known, idle, fanout, now, self._state.rng
         )
+
+    def _tell_begun(self, name: RequestName, namespace: Namespace, run: Hashes, known: int) -> None:
+        if self._watchers.watched(namespace.tenant):
+            wall = self._state.clock.wall()
+            event = RequestBegan(wall, namespace.ref, namespace.spec, name[1], name[2], run, known)
+            self._watchers.tell(namespace.tenant, event)
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -224,7 +224,7 @@ class ImportancePolicy:
         sampling = view.leaf_count > SCAN_COUNT_MAX
         while choice.left > 0:
             nodes = self._sample(view, choice.met, rng) if sampling else view.leaves()
-            scores = self._scores(view, nodes, now)
+            scores = self.scores(view, nodes, now)
             before = len(choice.met)
             stopped = take_lowest(choice, nodes, scores, score_of, ceiling, TAKEN_AT_ONCE)
             if not sampling and not stopped and choice.left > 0:
@@ -246,8 +246,8 @@ class ImportancePolicy:
 
     # -- scores --------------------------------------------------------------------------------
 
-    def _scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
-        """Importance of leaves; among equals the longer unused is a trace less important."""
+    def scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
+        """See Policy; among equals the longer unused is a trace less important."""
         idle = now - view.last_use.take(nodes)
         places = age_buckets(idle)
         places += np.multiply(view.gap_class.take(nodes), REPLY_COUNT * AGE_BUCKET_COUNT, dtype=np.intp)
@@ -261,7 +261,7 @@ class ImportancePolicy:
         return scores
 
     def _score(self, view: TierView, node: int, now: float) -> float:
-        """Importance of one node, as _scores has it."""
+        """Importance of one node, as scores() has it."""
         idle = now - float(view.last_use[node])
         score = self._index_at(int(view.gap_class[node]), int(view.output_class[node]), idle)
         if self._weight is not None:

@@ -8,8 +8,9 @@ ancestors.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prefixd_server.base.views import TierView
+from prefixd_server.base.views import Nodes, TierView
 from prefixd_server.policy.policy import Victims
 
 
@@ -39,6 +40,14 @@ class LruPolicy:
             # Something stays here, so nothing above may go.
             self._hold_ancestors(view, node, stay_below)
         return victims
+
+    def scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
+        """See Policy: minus the idle seconds."""
+        return view.last_use.take(nodes) - now
+
+    def explain(self, view: TierView, node: int, now: float) -> dict[str, str]:
+        """See Policy."""
+        return {"idle": f"{now - float(view.last_use[node]):.1f} s"}
 
     def _hold_ancestors(self, view: TierView, node: int, stay_below: set[int]) -> None:
         above = int(view.parent[node])

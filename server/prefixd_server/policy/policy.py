@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prefixd_server.base.views import TierView
+from prefixd_server.base.views import Nodes, TierView
 
 Victims = list[tuple[int, int]]
 """(node, how many of its deepest copies), in the order in which they go."""
@@ -35,4 +36,16 @@ class Policy(Protocol):
             now: monotonic seconds.
             rng: the only source of randomness.
         """
+        ...
+
+
+class DaemonPolicy(Policy, Protocol):
+    """A policy that can also say why."""
+
+    def scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
+        """What the deepest block of each node is worth; the lowest of a view goes first."""
+        ...
+
+    def explain(self, view: TierView, node: int, now: float) -> dict[str, str]:
+        """What is known of a node, by name, in words."""
         ...

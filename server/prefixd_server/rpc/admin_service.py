@@ -7,7 +7,7 @@ daemon needs an admin socket.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prefixd.v1 import admin_service_pb2 as wire
 
@@ -93,6 +93,29 @@ class AdminService:
         elapsed = answers.duration(time.perf_counter() - began)
         block_count = self._cache.stats(None).block_count
         return wire.CheckResponse(problems=problems, block_count=block_count, elapsed=elapsed)
+
+    def explain_block(self, request: wire.ExplainBlockRequest) -> wire.ExplainBlockResponse:
+        """What one block is worth, where it would be placed, and why."""
+        ref, spec = self._namespace(request)
+        shard, group = requests.shard(request.shard, spec), requests.kv_group(request.kv_group, spec)
+        key = checks.one_hash("block_hash", request.block_hash, spec.hash_bytes)
+        return answers.explanation(self._cache.explain(self._tenant, ref, shard, group, key))
+
+    def set_mode(self, request: wire.SetModeRequest) -> wire.SetModeResponse:
+        """Switches how the daemon decides."""
+        self._need_admin("SetMode")
+        if request.policy:
+            self._cache.set_policy(request.policy)
+        return wire.SetModeResponse(policy=self._cache.state.policy.name)
+
+    async def watch_events(self, _: wire.WatchEventsRequest) -> AsyncIterator[wire.WatchEventsResponse]:
+        """The tenant's requests as they begin and end."""
+        watch = self._cache.watchers.open(self._tenant)
+        try:
+            async for event in watch:
+                yield answers.event(event)
+        finally:
+            self._cache.watchers.close(self._tenant, watch)
 
     def _namespace(self, request: requests.NamesNamespace) -> tuple[NamespaceRef, NamespaceSpec]:
         ref = requests.namespace_ref(request.namespace)

@@ -10,7 +10,7 @@ from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 
-from prefixd_server.base.accounts import BlockInfo, LeaseInfo, NamespaceInfo, Stats, TierStats
+from prefixd_server.base.accounts import BlockInfo, Explanation, LeaseInfo, NamespaceInfo, Stats, TierStats
 from prefixd_server.base.types import (
     Acquired,
     DeclineReason,
@@ -22,6 +22,7 @@ from prefixd_server.base.types import (
     RunHits,
     ShardExtents,
 )
+from prefixd_server.cache.watching import Event, EventsLost, RequestEnded
 from prefixd_server.rpc.namespace_spec import spec_to_wire, wire_enum
 
 
@@ -215,3 +216,50 @@ def block_info(value: BlockInfo | None, hash_bytes: int) -> admin.DescribeBlockR
         use_count=value.use_count,
         story=value.story,
     )
+
+
+def explanation(value: Explanation | None) -> admin.ExplainBlockResponse:
+    """Answer of ExplainBlock."""
+    if value is None:
+        return admin.ExplainBlockResponse(found=False)
+    return admin.ExplainBlockResponse(
+        found=True,
+        policy=value.policy,
+        signals=[admin.Signal(name=name, value=words) for name, words in value.signals],
+        score=value.score,
+        placements=[
+            admin.TierPlacement(
+                tier=wire_enum(item.tier),
+                present=item.present,
+                evictable=item.evictable,
+                rank=item.rank,
+                verdict=item.verdict,
+            )
+            for item in value.placements
+        ],
+    )
+
+
+def event(value: Event) -> admin.WatchEventsResponse:
+    """One message of WatchEvents."""
+    at = timestamp(value.at)
+    if isinstance(value, EventsLost):
+        return admin.WatchEventsResponse(at=at, events_lost=admin.EventsLost(count=value.count))
+    if isinstance(value, RequestEnded):
+        ended = admin.RequestEnded(
+            instance_id=value.instance_id,
+            request_id=value.request_id,
+            output_token_count=value.output_token_count,
+            stop_reason=wire_enum(value.stop),
+        )
+        return admin.WatchEventsResponse(at=at, request_ended=ended)
+    spec = value.spec
+    began = admin.RequestBegan(
+        namespace=namespace_ref(value.namespace),
+        block_tokens=spec.block_tokens,
+        instance_id=value.instance_id,
+        request_id=value.request_id,
+        block_hashes=[row.tobytes()[: spec.hash_bytes] for row in value.run],
+        kept_block_count=value.kept_count,
+    )
+    return admin.WatchEventsResponse(at=at, request_began=began)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 from prefixd.v1 import types_pb2
@@ -87,7 +87,7 @@ def spec_to_wire(spec: NamespaceSpec) -> types_pb2.NamespaceSpec:
     )
 
 
-def wire_enum(value: IntEnum) -> Any:
+def wire_enum(value: Enum) -> Any:
     """The number of an enum; protobuf takes it, though its stubs ask for a class that does not exist."""
     return value.value
 
