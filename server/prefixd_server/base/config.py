@@ -17,8 +17,10 @@ from prefixd_server.base.config_sections import (
     CatalogConfig,
     DrainConfig,
     DramConfig,
+    HbmConfig,
     LeaseConfig,
     LogConfig,
+    MigrationConfig,
     MoverConfig,
     NvmeConfig,
     PolicyConfig,
@@ -38,8 +40,10 @@ __all__ = [
     "Config",
     "DrainConfig",
     "DramConfig",
+    "HbmConfig",
     "LeaseConfig",
     "LogConfig",
+    "MigrationConfig",
     "MoverConfig",
     "NvmeConfig",
     "PolicyConfig",
@@ -64,10 +68,12 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     tenants: tuple[TenantConfig, ...] = ()
     dram: DramConfig = field(default_factory=DramConfig)
+    hbm: HbmConfig = field(default_factory=HbmConfig)
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     catalog: CatalogConfig = field(default_factory=CatalogConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    migration: MigrationConfig = field(default_factory=MigrationConfig)
     movers: MoverConfig = field(default_factory=MoverConfig)
     drain: DrainConfig = field(default_factory=DrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -91,6 +97,11 @@ class Config:
     def segment_count(self) -> int:
         """DRAM segments that fit into the size."""
         return self.dram.size_bytes // self.segment_bytes
+
+    @property
+    def hbm_segment_count(self) -> int:
+        """Segments of the HBM tier; 0 when it is off."""
+        return 0 if self.hbm.size_bytes == AUTO_BYTES else self.hbm.size_bytes // self.hbm.segment_bytes
 
     @property
     def nvme_directories(self) -> tuple[Path, ...]:
@@ -131,9 +142,18 @@ class Config:
         segment = self.dram.segment_bytes
         if segment % SEGMENT_ALIGNMENT_BYTES:
             raise self.error("dram.segment", format_size(segment), "must be a multiple of 2MiB")
+        hbm = self.hbm
+        if hbm.segment_bytes % SEGMENT_ALIGNMENT_BYTES:
+            raise self.error("hbm.segment", format_size(hbm.segment_bytes), "must be a multiple of 2MiB")
+        if hbm.size_bytes != AUTO_BYTES and (hbm.size_bytes % hbm.segment_bytes or not hbm.size_bytes):
+            limit = f"must be a multiple of hbm.segment = {format_size(hbm.segment_bytes)}"
+            raise self.error("hbm.size", format_size(hbm.size_bytes), limit)
         if self.nvme.segment_bytes % SEGMENT_ALIGNMENT_BYTES:
             size_text = format_size(self.nvme.segment_bytes)
             raise self.error("nvme.segment", size_text, "must be a multiple of 2MiB")
+        if self.migration.low_water >= self.migration.high_water:
+            limit = f"must be below migration.high_water = {self.migration.high_water:g}"
+            raise self.error("migration.low_water", f"{self.migration.low_water:g}", limit)
         if self.nvme.size_bytes != AUTO_BYTES and not self.nvme_directories:
             raise self.error(
                 "nvme.directories", "[]", "must be given, since there is no data_dir to put them in"

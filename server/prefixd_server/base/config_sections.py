@@ -119,6 +119,32 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HbmConfig:
+    """The HBM tier: GPU memory that the daemon owns."""
+
+    size_bytes: int = option(
+        AUTO_BYTES,
+        size("2MiB", "16TiB", auto=True, word="off"),
+        "GPU memory of the tier; the CUDA context costs some 500 MiB more. Off: engines want it too.",
+    )
+    segment_bytes: int = option(
+        256 * MIB,
+        size("2MiB", "16GiB"),
+        "Bytes of one allocation. Engines open each once, so few large ones; it must divide hbm.size.",
+    )
+    device: str = option(
+        "",
+        text(),
+        'UUID of the GPU ("GPU-...", see nvidia-smi -L), so that no numbering matters. Empty: the first one.',
+    )
+    copy_timeout_s: float = option(
+        10.0,
+        seconds(0.05, 600),
+        "A copy of one extent takes milliseconds; a device that needs longer has hung and is given up.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeConfig:
     """The NVMe tier."""
 
@@ -215,6 +241,58 @@ class PolicyConfig:
         choice("importance", "lru"),
         "Which blocks go first: those that are least likely to be needed soon, as learned from the requests, "
         "or those unused for longest. Can be switched while the daemon runs; what is learned stays.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationConfig:
+    """Copies between tiers ahead of need, and how they keep out of the engines' way."""
+
+    background_share: float = option(
+        0.5,
+        number(0.01, 1.0, "a share"),
+        "Part of a link's measured rate that background copies may take while engines use it; an idle link "
+        "is lent whole.",
+    )
+    decode_p99_target_s: float = option(
+        0.0,
+        seconds(0, 60),
+        "99th percentile of the time per output token that engines report, above which background copies give "
+        "way. 0: whatever it is; only the operator knows what was promised.",
+    )
+    conservative: str = option(
+        "auto",
+        choice("auto", "on", "off"),
+        "Conservative mode, in which only demand and needed evictions go on: begun and ended by what is "
+        "measured, or always, or never. Can be switched while the daemon runs.",
+    )
+    high_water: float = option(
+        0.9,
+        number(0.05, 1.0, "a share"),
+        "Part of DRAM in use above which copies are made in NVMe of what would go next.",
+    )
+    low_water: float = option(
+        0.85,
+        number(0.0, 1.0, "a share"),
+        "Part of DRAM down to which what would go next is to have its copy in NVMe; below high_water.",
+    )
+    promotion_window_s: float = option(
+        10.0,
+        seconds(0.1, 3600),
+        "What is expected to be used twice within this time is brought to DRAM beyond what was asked for.",
+    )
+    prefetch_count_max: int = option(
+        1024, whole(1, 65_536), "Prefetches of a tenant at a time: more than a scheduler has in its queue."
+    )
+    prefetch_share_max: float = option(
+        0.25,
+        number(0.0, 0.9, "a share"),
+        "Part of DRAM that blocks may hold which wait for the request they were brought for.",
+    )
+    prefetch_hold_max_s: float = option(
+        30.0,
+        seconds(0.05, 3600),
+        "How long they are held at most: a request that waits longer is not about to run.",
     )
 
 

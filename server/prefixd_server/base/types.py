@@ -43,6 +43,7 @@ class ChecksumAlgorithm(IntEnum):
     """Values are the wire's."""
 
     XXH3_64 = 1
+    LANES_64 = 2
 
 
 class BlockEncoding(IntEnum):
@@ -201,6 +202,16 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSegment:
+    """A segment in GPU memory, as a process of the node opens it."""
+
+    segment_id: int
+    ipc_handle: bytes
+    device_uuid: str
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardExtents:
     """The extents of one shard and KV group, in run order."""
 
@@ -238,6 +249,7 @@ class Acquired:
     run: RunHits
     lease: LeaseGrant | None
     shard_extents: tuple[ShardExtents, ...] = ()
+    device_segments: tuple[DeviceSegment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +258,7 @@ class Redeemed:
 
     lease: LeaseGrant
     shard_extents: tuple[ShardExtents, ...]
+    device_segments: tuple[DeviceSegment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,7 @@ class Reserved:
     extents: tuple[Extent, ...] = ()
     decline_reason: DeclineReason | None = None
     retry_after_s: float | None = None
+    device_segments: tuple[DeviceSegment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

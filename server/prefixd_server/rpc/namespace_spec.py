@@ -126,11 +126,11 @@ def _kv_group(index: int, group: types_pb2.KvGroup) -> KvGroup:
 
 def _checksum_algorithm(value: int) -> ChecksumAlgorithm:
     if value == 0:
-        raise checks.invalid("spec.checksum_algorithm", "unset", "must be XXH3_64")
+        raise checks.invalid("spec.checksum_algorithm", "unset", "must be XXH3_64 or LANES_64")
     if value not in _values(ChecksumAlgorithm):
         raise Unsupported(
             "UNSUPPORTED_CHECKSUM",
-            f"spec.checksum_algorithm = {value} is not served by this version; use XXH3_64",
+            f"spec.checksum_algorithm = {value} is not served by this version; use XXH3_64 or LANES_64",
             field="spec.checksum_algorithm",
             value=value,
         )
