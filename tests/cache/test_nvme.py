@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefixd_server.base.config import NvmeConfig
-from prefixd_server.base.types import LeaseRelease, Tier
+from prefixd_server.base.types import Tier
 
-from tests.support.engine import Engine
-from tests.support.node import MIB, Node, block_data, chain, packed, read_blocks, start_node
-from tests.support.specs import spec
-
-NVME = NvmeConfig(size_bytes=64 * MIB, segment_bytes=2 * MIB, retry_pause_s=0.05)
+from tests.support.node import MIB, Node, chain, packed
+from tests.support.nvme_node import fill, make_engine, place_of, read, start, storage_of, stored
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path
-
-
-def start(data_dir: Path, nvme: NvmeConfig = NVME) -> Node:
-    node = start_node(nvme=nvme, data_dir=data_dir, tenants=("red",))
-    storage = node.cache.storage
-    assert storage is not None
-    node.run(until(lambda: storage.nvme.health.writable))
-    return node
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture
@@ -42,46 +24,6 @@ def node(data_dir: Path) -> Iterator[Node]:
     yield started
     assert started.cache.check() == []
     started.close()
-
-
-def make_engine(node: Node, instance: str = "one") -> Engine:
-    ref = node.cache.open_namespace("red", spec())
-    return Engine(node, node.open_session("red", instance), ref)
-
-
-def stored(node: Node) -> int:
-    return node.cache.state.catalog.slots[Tier.NVME].counts().resident
-
-
-def fill(engine: Engine, runs: int, length: int = 4) -> list[list[bytes]]:
-    """Puts runs one by one and lets the background copy them down; their hashes."""
-    done = []
-    for number in range(runs):
-        done.append(engine.put(("fill", number), *range(length)))
-        engine.node.clock.advance(0.01)
-        engine.node.run(settled(engine.node))
-    return done
-
-
-async def settled(node: Node) -> None:
-    storage = node.cache.storage
-    assert storage is not None
-    await until(lambda: storage.scheduler.settled)
-
-
-def read(engine: Engine, hashes: list[bytes]) -> int:
-    """Waits for a run, reads it, checks its bytes; blocks read."""
-    engine.node.run(engine.node.cache.wait_for("red", engine.ref, packed(hashes), 10.0))
-    answer = engine.acquire(hashes)
-    for part in answer.shard_extents:
-        for key, (data, _) in zip(hashes, read_blocks(engine.node, part.extents, 65_536), strict=False):
-            assert data == block_data(key, 0, 65_536)
-    if answer.lease is not None:
-        engine.node.run(
-            engine.node.cache.release("red", engine.session.session_id, [LeaseRelease(answer.lease.token)])
-        )
-    engine.node.run(settled(engine.node))
-    return answer.run.hit_count
 
 
 def test_what_falls_out_of_dram_is_read_back_from_nvme(node: Node) -> None:
@@ -148,13 +90,8 @@ def test_bytes_that_rot_on_nvme_are_a_miss_and_forgotten(node: Node) -> None:
     engine = make_engine(node)
     runs = fill(engine, 60)
     cold = next(h for h in runs if node.cache.lookup("red", engine.ref, packed(h)).hits[0][0] is Tier.NVME)
-    catalog = node.cache.state.catalog
-    space = catalog.namespaces.space(catalog.namespaces.get("red", engine.ref), 0, 0)
-    slot = int(catalog.columns.slot[Tier.NVME][catalog.find(space, packed(cold))[1]])
-    storage = node.cache.storage
-    assert storage is not None
-    segment, position = divmod(slot, catalog.slots[Tier.NVME].stride)
-    storage.nvme.medium.write(segment, position * 65_536, memoryview(bytes(4096)))
+    segment, position = place_of(engine, cold[1])
+    storage_of(node).nvme.medium.write(segment, position * 65_536, memoryview(bytes(4096)))
     assert read(engine, cold) == 1
     assert node.cache.stats("red").counters.bad == 1
     assert engine.hits(cold) == 1

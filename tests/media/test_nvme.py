@@ -156,15 +156,15 @@ def test_a_stalled_write_holds_up_nobody_else(faulty: tuple[NvmeMedium, FaultyFi
     medium, files = faulty
     extent, _ = blocks(1)
     medium.write(1, 0, extent)
-    files.stall = threading.Event()
+    files.hold("write_at", "sync_data")
     writer = threading.Thread(target=medium.write, args=(0, 0, extent))
     writer.start()
-    assert files.stalled.wait(10)
+    assert files.held.wait(10)
     again = aligned_buffer(len(extent))
     medium.read(1, 0, again)
     assert again == extent
     assert writer.is_alive()
-    files.stall.set()
+    files.go_on()
     writer.join()
 
 

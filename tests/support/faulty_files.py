@@ -1,4 +1,4 @@
-"""A disk that fails on demand: the twin of RealFiles."""
+"""A disk that fails, hangs and fills on demand: the twin of RealFiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 from prefixd_server.base.files import RealFiles
 
+HOLD_TIMEOUT_S = 30.0
+"""A call held for so long goes on: a test that failed must not leave its threads behind."""
+
 
 @dataclass
 class FaultyFiles(RealFiles):
@@ -17,19 +20,37 @@ class FaultyFiles(RealFiles):
 
     `calls` lists what was done, as (call, path of the file), in order.
     torn: a failing write has written this share of its bytes.
-    stall: an event that every write and sync waits for, when it is set up.
+    always: calls that fail with this number until it is taken out again.
     """
 
     torn: float = 0.0
-    stall: threading.Event | None = None
+    always: dict[str, int] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
+    held: threading.Event = field(default_factory=threading.Event)
+    """Set once a call is held."""
     _faults: dict[str, list[int]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
-    stalled: threading.Event = field(default_factory=threading.Event)
+    _holding: frozenset[str] = frozenset()
+    _go_on: threading.Event = field(default_factory=threading.Event)
 
     def fail(self, call: str, number: int, *, after: int = 0, times: int = 1) -> None:
         """The call fails `times` times with errno `number`, after `after` good ones."""
         self._faults[call] = [0] * after + [number] * times
+
+    def play(self, call: str, *numbers: int) -> None:
+        """What the next calls end with: errno, or 0 for none."""
+        self._faults[call] = list(numbers)
+
+    def hold(self, *calls: str) -> None:
+        """From now on such calls hang until go_on()."""
+        self.held.clear()
+        self._go_on.clear()
+        self._holding = frozenset(calls)
+
+    def go_on(self) -> None:
+        """Nothing hangs any more."""
+        self._holding = frozenset()
+        self._go_on.set()
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         self._step("open", path.name)
@@ -72,11 +93,11 @@ class FaultyFiles(RealFiles):
         super().remove(path)
 
     def _step(self, call: str, name: str) -> None:
-        if self.stall is not None and call in {"write_at", "sync_data"}:
-            self.stalled.set()
-            self.stall.wait(30)
+        if call in self._holding:
+            self.held.set()
+            self._go_on.wait(HOLD_TIMEOUT_S)
         planned = self._faults.get(call)
-        number = planned.pop(0) if planned else 0
+        number = planned.pop(0) if planned else self.always.get(call, 0)
         if number:
             raise OSError(number, os.strerror(number), name)
         self.calls.append((call, name))

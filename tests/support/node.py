@@ -18,7 +18,7 @@ import xxhash
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.config import Config, DramConfig, LeaseConfig, NvmeConfig, ServerConfig, TenantConfig
 from prefixd_server.base.types import Extent, Hashes, hashes_from_bytes
-from prefixd_server.cache.build import build_cache
+from prefixd_server.cache.build import DiskSeams, build_cache
 from prefixd_server.cache.cache import Cache
 from prefixd_server.cache.sessions import Session
 from prefixd_server.media.movers import Movers
@@ -119,6 +119,7 @@ def start_node(
     seed: int = 1,
     nvme: NvmeConfig | None = None,
     data_dir: Path | None = None,
+    disk: DiskSeams | None = None,
 ) -> Node:
     """A running cache floor; close() it."""
     loop = asyncio.new_event_loop()
@@ -132,9 +133,8 @@ def start_node(
     )
 
     async def build() -> Cache:
-        cache = build_cache(
-            config, clock, Movers(config.movers.thread_count, config.movers.queue_limit), seed
-        )
+        movers = Movers(config.movers.thread_count, config.movers.queue_limit)
+        cache = build_cache(config, clock, movers, seed, disk)
         cache.start()
         return cache
 
