@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import admin_service_pb2_grpc as admin_grpc
+from prefixd.v1 import types_pb2
 from prefixd_client.client import Client
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,22 @@ class DaemonCommand:
         """Its counters."""
         answer: admin.GetStatsResponse = self._admin("GetStats", admin.GetStatsRequest())
         return answer
+
+    def tier(self, tier: types_pb2.Tier) -> admin.TierStats:
+        """Statistics of one tier that is on."""
+        (found,) = [stats for stats in self.stats().tiers if stats.tier == tier]
+        return found
+
+    def wait_until_attached(self, session_count: int) -> None:
+        """Returns when so many engine processes have a session, and NVMe, where it is on, is read in."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            stats = self.stats()
+            states = {tier.state for tier in stats.tiers if tier.tier == types_pb2.TIER_NVME}
+            if stats.session_count >= session_count and states <= {"ready"}:
+                return
+            assert time.monotonic() < deadline, f"{stats.session_count} sessions: {self.log[-4000:]}"
+            time.sleep(0.05)  # polls another process: there is nothing to wait on
 
     def signal(self, number: int) -> None:
         """Sends a signal."""

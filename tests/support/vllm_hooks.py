@@ -18,8 +18,8 @@ class FakeLease:
 
     token = b"t" * 16
 
-    def __init__(self, hit_count: int) -> None:
-        self.run = RunHits(((Tier.DRAM, hit_count - 1), (Tier.NVME, 1)), 0, 0)
+    def __init__(self, hit_count: int, pending: int = 0) -> None:
+        self.run = RunHits(((Tier.DRAM, hit_count - 1), (Tier.NVME, 1)), pending, 0)
         self.hit_count = hit_count
         self.is_over = False
         self.released = threading.Event()
@@ -39,6 +39,8 @@ class Cache:
         self.may_answer.set()
         self.lease: FakeLease | None = FakeLease(10)
         self.asked: list[tuple[int, int]] = []
+        self.stored = 0
+        self.lease_after_waiting: FakeLease | None = None
         self.waits: list[float] = []
         self.reports: list[UsageReport] = []
 
@@ -46,11 +48,16 @@ class Cache:
         self, _spec: Any, hashes: Any, skip: int, _request_id: str, wait_s: float
     ) -> FakeLease | None:
         assert self.may_answer.wait(10)
-        self.waits.append(wait_s)
+        if wait_s:
+            self.waits.append(wait_s)
+            return self.lease_after_waiting
         self.asked.append((len(hashes), skip))
         return self.lease
 
-    def report(self, _spec: Any, report: UsageReport) -> None:
+    def stored_count(self, _spec: Any, _hashes: Any) -> int:
+        return self.stored
+
+    def report_usage(self, _spec: Any, report: UsageReport) -> None:
         self.reports.append(report)
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 4096
 TINY = {
@@ -45,6 +48,17 @@ def make_model(directory: Path, sizes: dict[str, int], dtype: str, *, seed: int 
         )
         torch.manual_seed(seed)
         LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+def add_tokenizer(directory: Path) -> Path:
+    """Gives a model a tokenizer: one word per token id."""
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t2").save_pretrained(
+        directory
+    )
     return directory
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MODULE = "prefixd_client.connectors.vllm"
+PATIENT = {"lookup_timeout_s": 5.0, "load_if_sooner": False, "wait_max_s": 20.0}
+"""Settings under which what is kept is loaded, however busy the machine that runs the tests."""
 
 
 def transfer_config(socket: Path | str, **extra: Any) -> dict[str, Any]:

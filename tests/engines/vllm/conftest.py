@@ -82,7 +82,7 @@ def side(cache: Any) -> Iterator[Any]:
 
     from tests.support.vllm_hooks import TOKENS  # noqa: PLC0415 - needs vLLM
 
-    made = SchedulerSide(Settings(), TOKENS, 1, cache.acquire, cache.report, now=lambda: 0.0)
+    made = SchedulerSide(Settings(), TOKENS, 1, cache, now=lambda: 0.0)
     made.use_namespace("namespace")
     yield made
     cache.may_answer.set()

@@ -191,7 +191,7 @@ def test_a_request_that_asks_for_no_cache_gets_none(side, cache) -> None:
 
 
 def test_few_tokens_are_computed_rather_than_loaded(cache) -> None:
-    side = SchedulerSide(Settings(min_load_tokens=161), TOKENS, 1, cache.acquire, cache.report)
+    side = SchedulerSide(Settings(min_load_tokens=161), TOKENS, 1, cache)
     side.use_namespace("namespace")
     assert answered(side, request()) == (0, False)
     assert cache.lease.released.is_set()

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefixd_client.namespace import NamespaceSpec
-from prefixd_client.values import RunHits, Tier
+from prefixd_client.values import RunHits, Tier, UsageReport
 
 _LOG = logging.getLogger(__name__)
-THREAD_COUNT = 16
-"""Questions that wait for blocks from NVMe at a time, while others are answered."""
+ASKING_THREAD_COUNT = 4
+"""One may hang until its deadline while others answer; few, so that their own number delays nobody."""
+WAITING_THREAD_COUNT = 16
+"""Requests that wait for blocks from NVMe at a time; the others wait for a place, and no longer in all."""
 
 
 class Lease(Protocol):
@@ -58,9 +60,27 @@ class Answer:
 
 
 Resolve = Callable[[], NamespaceSpec | None]
-Acquire = Callable[[NamespaceSpec, Sequence[bytes], int, str, float], Lease | None]
-"""(namespace, hashes, blocks to skip, request id, seconds to wait for what comes from NVMe) to a lease, or
-None where nothing beyond is kept."""
+
+
+class Cache(Protocol):
+    """The scheduler's calls to the daemon. Any thread; a daemon that is away has nothing."""
+
+    def acquire(
+        self, spec: NamespaceSpec, hashes: Sequence[bytes], skip_blocks: int, request_id: str, wait_s: float
+    ) -> Lease | None:
+        """A lease on the leading blocks that can be read, None where there are none beyond the skipped.
+
+        Waits up to wait_s for kept blocks that cannot be read yet.
+        """
+        ...
+
+    def stored_count(self, spec: NamespaceSpec, hashes: Sequence[bytes]) -> int:
+        """Leading blocks that are kept in any tier."""
+        ...
+
+    def report_usage(self, spec: NamespaceSpec, report: UsageReport) -> None:
+        """Tells a step of a request's life."""
+        ...
 
 
 class Question:
@@ -76,6 +96,11 @@ class Question:
     def answer(self) -> Answer | None:
         """The answer, None while there is none."""
         return self._answer
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody wants the answer."""
+        return self._unwanted
 
     def abandon(self) -> None:
         """Nobody wants the answer: its lease goes back, now or when it comes."""
@@ -98,14 +123,15 @@ class Asking:
     """Puts questions in the background.
 
     Args:
-        acquire: the client's call; bounded by its own deadline.
+        cache: the daemon's; each call is bounded by its own deadline.
         now: seconds of a monotonic clock.
     """
 
-    def __init__(self, acquire: Acquire, now: Callable[[], float] = time.monotonic) -> None:
-        self._acquire = acquire
+    def __init__(self, cache: Cache, now: Callable[[], float] = time.monotonic) -> None:
+        self._cache = cache
         self._now = now
-        self._threads = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="prefixd-ask")
+        self._threads = ThreadPoolExecutor(ASKING_THREAD_COUNT, thread_name_prefix="prefixd-ask")
+        self._waiting = ThreadPoolExecutor(WAITING_THREAD_COUNT, thread_name_prefix="prefixd-wait")
 
     def ask(
         self,
@@ -121,10 +147,12 @@ class Asking:
             resolve: finds the namespace; may read files.
             hashes: of the run from its root; no longer than skip_blocks asks for the namespace only.
             skip_blocks: blocks that the engine has itself.
-            wait_s: how long from now to wait for kept blocks that are not readable yet.
+            request_id: the engine's.
+            wait_s: how long from now to wait for kept blocks that cannot be read yet.
         """
         question = Question(skip_blocks)
-        self._threads.submit(self._run, question, resolve, hashes, request_id, self._now() + wait_s)
+        until = self._now() + wait_s
+        self._threads.submit(self._run, question, resolve, hashes, request_id, until)
         return question
 
     def check(self, test: Callable[[], bool]) -> Future[bool]:
@@ -137,7 +165,10 @@ class Asking:
 
     def close(self) -> None:
         """Ends the threads; answers under way still arrive."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._waiting):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- on the threads -----------------------------------------------------------------------------
 
     def _run_task(self, task: Callable[[], None]) -> None:
         try:
@@ -146,25 +177,50 @@ class Asking:
             _LOG.exception("prefixd: a background task failed")
 
     def _run(
-        self,
-        question: Question,
-        resolve: Resolve,
-        hashes: Sequence[bytes],
-        request_id: str,
-        wait_until: float,
+        self, question: Question, resolve: Resolve, hashes: Sequence[bytes], request_id: str, until: float
     ) -> None:
         answer = Answer(None, None)
         try:
             namespace = resolve()
             answer = Answer(namespace, None)
             if namespace is not None and len(hashes) > question.skip_blocks:
-                wait_s = max(0.0, wait_until - self._now())
-                lease = self._acquire(namespace, hashes, question.skip_blocks, request_id, wait_s)
+                lease = self._cache.acquire(namespace, hashes, question.skip_blocks, request_id, 0.0)
                 answer = Answer(namespace, lease)
+                if self._more_is_coming(answer, hashes, question.skip_blocks, until):
+                    self._waiting.submit(self._wait, question, answer, hashes, request_id, until)
+                    return
         except Exception:  # the outermost seam: the request waits for an answer, whatever it is
             _LOG.exception("prefixd: asking failed, the request is computed")
-        finally:
-            question.put_answer(answer)
+        question.put_answer(answer)
+
+    def _more_is_coming(
+        self, answer: Answer, hashes: Sequence[bytes], skip_blocks: int, until: float
+    ) -> bool:
+        """Whether more of the run is kept than can be read now, and there is time to wait for it."""
+        lease, namespace = answer.lease, answer.namespace
+        if namespace is None or self._now() >= until or (lease is not None and not lease.run.pending_count):
+            return False
+        readable = skip_blocks if lease is None else lease.hit_count
+        return self._cache.stored_count(namespace, hashes) > readable
+
+    def _wait(
+        self, question: Question, first: Answer, hashes: Sequence[bytes], request_id: str, until: float
+    ) -> None:
+        """Asks again, with time; what was found first stays held meanwhile, and is the answer without it."""
+        answer = first
+        try:
+            remaining_s = until - self._now()
+            if first.namespace is not None and remaining_s > 0 and not question.is_abandoned:
+                lease = self._cache.acquire(
+                    first.namespace, hashes, question.skip_blocks, request_id, remaining_s
+                )
+                if lease is not None:
+                    answer = Answer(first.namespace, lease)
+                    if first.lease is not None:
+                        first.lease.release()
+        except Exception:  # the outermost seam, as above
+            _LOG.exception("prefixd: waiting failed, the request takes what there was")
+        question.put_answer(answer)
 
 
 def hits_beyond(hits: Sequence[tuple[Tier, int]], skip_blocks: int, block_count: int) -> dict[Tier, int]:

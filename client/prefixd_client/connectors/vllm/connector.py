@@ -22,10 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.version import __version__ as vllm_version
 
 from prefixd_client.client import Client
-from prefixd_client.namespace import NamespaceSpec
-from prefixd_client.values import Tier, UsageReport
+from prefixd_client.values import Tier
 
-from .asking import Lease
+from .daemon_cache import DaemonCache
 from .engine import attention_isa, attention_layers, group_layer_names, kv_cache_layout, worker_ranks
 from .identity import ENGINE_NAME, agreed_facts, engine_weights, namespace_spec
 from .metadata import StepJobs, StepOutcomes, WorkerHello
@@ -71,8 +70,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings,
                 int(vllm_config.cache_config.block_size),
                 self._plan.world_size,
-                self._acquire,
-                self._report,
+                DaemonCache(self._namespaces),
                 tell_events=_events_wanted(vllm_config),
             )
         else:
@@ -275,18 +273,6 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         jobs = self._get_connector_metadata()
         assert isinstance(jobs, StepJobs)
         return jobs
-
-    def _acquire(
-        self, spec: NamespaceSpec, hashes: Any, skip_blocks: int, request_id: str, wait_s: float
-    ) -> Lease | None:
-        """On a background thread."""
-        return self._namespaces.open(spec).acquire(
-            hashes, skip_blocks=skip_blocks, shards=(), request_id=request_id, max_wait_s=wait_s
-        )
-
-    def _report(self, spec: NamespaceSpec, report: UsageReport) -> None:
-        """On a background thread."""
-        self._namespaces.open(spec).report_usage(report)
 
 
 def _events_wanted(vllm_config: Any) -> bool:

@@ -21,7 +21,7 @@ from prefixd_client.namespace import NamespaceSpec
 from prefixd_client.values import Tier, UsageReport
 
 from .adapters import Adapters
-from .asking import Acquire, Asking, hits_beyond
+from .asking import Asking, Cache, hits_beyond
 from .estimates import Estimates
 from .events import KvEvents
 from .metadata import LoadJob, SaveJob, StepJobs, StepOutcomes
@@ -34,10 +34,6 @@ from .usage import Life
 _LOG = logging.getLogger(__name__)
 
 
-Report = Callable[[NamespaceSpec, UsageReport], None]
-"""Sends a usage report of a namespace's request; called on a background thread."""
-
-
 class SchedulerSide:
     """One engine's requests. All methods on the scheduler's thread.
 
@@ -45,8 +41,7 @@ class SchedulerSide:
         settings: the operator's.
         block_tokens: tokens per block.
         worker_count: workers that report each job.
-        acquire: the client's call, made on background threads.
-        report: takes usage reports, on a background thread.
+        cache: the daemon's, called on background threads.
         tell_events: whether anybody follows vLLM's KV events.
         now: seconds of a monotonic clock.
     """
@@ -56,8 +51,7 @@ class SchedulerSide:
         settings: Settings,
         block_tokens: int,
         worker_count: int,
-        acquire: Acquire,
-        report: Report,
+        cache: Cache,
         *,
         tell_events: bool = False,
         now: Callable[[], float] = time.monotonic,
@@ -65,8 +59,8 @@ class SchedulerSide:
         self._settings = settings
         self._block_tokens = block_tokens
         self._worker_count = worker_count
-        self._asking = Asking(acquire)
-        self._report = report
+        self._cache = cache
+        self._asking = Asking(cache)
         self._now = now
         self._adapters = Adapters(time.time_ns(), never_overwritten=settings.adapters_never_overwritten)
         self._base: NamespaceSpec | None = None
@@ -384,4 +378,4 @@ class SchedulerSide:
     def _send(self, reports: list[tuple[NamespaceSpec, UsageReport]]) -> None:
         """On a background thread."""
         for namespace, report in reports:
-            self._report(namespace, report)
+            self._cache.report_usage(namespace, report)

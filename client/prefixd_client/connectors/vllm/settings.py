@@ -71,7 +71,11 @@ class Settings:
 
     def client_options(self) -> ClientOptions:
         """Deadlines of the client library."""
-        return ClientOptions(lookup_timeout_s=self.lookup_timeout_s)
+        usual = ClientOptions()
+        return ClientOptions(
+            lookup_timeout_s=self.lookup_timeout_s,
+            write_timeout_s=max(usual.write_timeout_s, self.lookup_timeout_s),
+        )
 
 
 def _wrong(key: str, value: object, limit: str) -> UnsupportedEngine:
