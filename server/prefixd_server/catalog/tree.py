@@ -304,7 +304,7 @@ class PrefixTree(TreeWalks):
         # Deepest nodes first, so that a node has lost its children before it goes.
         parts.sort(reverse=True)
         for _, node, top, count in parts:
-            self._shorten(node, top, count)
+            self.shorten(node, top, count)
 
     def _parts(self, rows: Rows) -> list[tuple[int, int, int, int]] | None:
         """(depth of the highest row, node, that row, row count) of each node; None when rows are mixed up."""
@@ -321,8 +321,11 @@ class PrefixTree(TreeWalks):
             start += count
         return parts if len({node for _, node, _, _ in parts}) == len(parts) else None
 
-    def _shorten(self, node: int, top: int, count: int) -> None:
-        """Takes the `count` deepest rows off a node, of which `top` is the highest."""
+    def shorten(self, node: int, top: int, count: int) -> None:
+        """Forgets the `count` deepest blocks of a node without children, of which `top` is the highest.
+
+        As remove() demands; nodes below come before. The caller frees the rows.
+        """
         mv, blocks = self.nodes.mv, self.columns.mv
         assert mv.child_count[node] == 0, "a removed block still has blocks below it"
         self._block_counts[mv.space[node]] -= count

@@ -57,14 +57,17 @@ class HazardTable:
         self.index: Table = np.zeros(CLASS_COUNT * AGE_BUCKET_COUNT)
         self.rebuild(1.0)
 
-    def observe_reuses(self, classes: NDArray[np.intp], buckets: NDArray[np.intp]) -> None:
+    def observe_reuses(self, classes: NDArray[np.integer], buckets: NDArray[np.intp]) -> None:
         """Counts one reuse of a block for each class and age bucket, which may repeat."""
-        np.add.at(self._flat_reuses, classes * AGE_BUCKET_COUNT + buckets, 1.0)
+        np.add.at(self._flat_reuses, buckets + np.multiply(classes, AGE_BUCKET_COUNT, dtype=np.intp), 1.0)
         self._new += len(classes)
 
-    def observe_exposure(self, classes: NDArray[np.intp], buckets: NDArray[np.intp], seconds: Table) -> None:
+    def observe_exposure(
+        self, classes: NDArray[np.integer], buckets: NDArray[np.intp], seconds: Table
+    ) -> None:
         """Adds the time that blocks of these classes and ages have waited, in seconds each."""
-        np.add.at(self._flat_exposure, classes * AGE_BUCKET_COUNT + buckets, seconds)
+        places = buckets + np.multiply(classes, AGE_BUCKET_COUNT, dtype=np.intp)
+        np.add.at(self._flat_exposure, places, seconds)
 
     def decay(self, factor: float) -> None:
         """Lets old evidence fade, so that the table follows the workload."""
@@ -87,6 +90,7 @@ class HazardTable:
         hazards = _hazards(self._reuses, self._exposure_s, SHRINK_BLOCKS * sampling_rate)
         # Classes without evidence differ by level only, so one of each kind stands for the others.
         told = self._exposure_s.any(axis=1) | self._reuses.any(axis=1)
+        told[::REPLY_COUNT] = told.reshape(HISTORY_COUNT, REPLY_COUNT).any(axis=1)
         stand_in = np.where(told, np.arange(CLASS_COUNT), _KIND_OF_CLASS + CLASS_COUNT)
         chosen, places = np.unique(stand_in, return_inverse=True)
         kinds = chosen >= CLASS_COUNT
@@ -109,14 +113,13 @@ def _hazards(reuses: Table, exposure_s: Table, weight: float) -> Table:
     Levels: the class; then reused-or-not and the reply's end (running apart); then all.
     """
     shape = (HISTORY_COUNT // 2, 2, REPLY_COUNT // HINT_COUNT, HINT_COUNT, AGE_BUCKET_COUNT)
-    reuses, exposure_s = _smooth(reuses).reshape(shape), _smooth(exposure_s).reshape(shape)
+    reuses, exposure_s = _with_running(_smooth(reuses), shape), _with_running(_smooth(exposure_s), shape)
     by_end_r, by_end_e = reuses.sum(axis=0, keepdims=True), exposure_s.sum(axis=0, keepdims=True)
     known_r = by_end_r[:, :, 1:].sum(axis=2, keepdims=True)
     known_e = by_end_e[:, :, 1:].sum(axis=2, keepdims=True)
     prior = PRIOR_HAZARD / (AGE_MIDDLES_S + 5.0)
     running_r = by_end_r[:, :, :1].sum(axis=3, keepdims=True)
     running_e = by_end_e[:, :, :1].sum(axis=3, keepdims=True)
-    # Running counts every block once, whatever its reply turns out to be.
     overall = _shrink(
         running_r.sum(axis=1, keepdims=True), running_e.sum(axis=1, keepdims=True), prior, weight
     )
@@ -126,6 +129,16 @@ def _hazards(reuses: Table, exposure_s: Table, weight: float) -> Table:
     known = _shrink(known_r, known_e, overall, weight)
     hazards[:, :, 1:] = _shrink(reuses[:, :, 1:], exposure_s[:, :, 1:], known, weight)
     return hazards.reshape(CLASS_COUNT, AGE_BUCKET_COUNT)
+
+
+def _with_running(table: Table, shape: tuple[int, ...]) -> Table:
+    """The table in this shape, with every block counted as running too, as each once was.
+
+    What a block is worth before its reply has ended is an average over all ends.
+    """
+    shaped = table.reshape(shape)
+    shaped[:, :, 0, 0] = shaped.sum(axis=(2, 3))
+    return shaped
 
 
 def _shrink(reuses: Table, exposure_s: Table, coarser: Table, weight: float) -> Table:

@@ -106,11 +106,8 @@ class ReuseTracker:
         again = slots[known]
         if len(again):
             self._count -= len(again)
-            classes = self._class.take(again).astype(np.intp)
-            running, told = _running(classes)
             buckets = age_buckets(watched.used_at - self._last_use.take(again))
-            self._hazards.observe_reuses(running, buckets)
-            self._hazards.observe_reuses(classes[told], buckets[told])
+            self._hazards.observe_reuses(self._class.take(again), buckets)
         self._key[slots] = watched.keys
         self._last_use[slots] = watched.used_at
         self._class[slots] = np.where(known, class_again, class_new)
@@ -140,12 +137,9 @@ class ReuseTracker:
             return
         ages = now - self._last_use.take(slots)
         waited = np.minimum(ages, elapsed)
-        classes = self._class.take(slots).astype(np.intp)
-        running, told = _running(classes)
         buckets = age_buckets(ages - waited / 2)
         seconds = waited * (SLOT_COUNT / EXPOSURE_SAMPLE_COUNT)
-        self._hazards.observe_exposure(running, buckets, seconds)
-        self._hazards.observe_exposure(classes[told], buckets[told], seconds[told])
+        self._hazards.observe_exposure(self._class.take(slots), buckets, seconds)
 
     def _make_room(self) -> None:
         """Forgets what is older than the horizon, or watches fewer blocks where that does not help."""
@@ -164,13 +158,3 @@ class ReuseTracker:
     def nbytes(self) -> int:
         """Memory of the table."""
         return self._key.nbytes + self._last_use.nbytes + self._class.nbytes
-
-
-def _running(classes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Each class as it was while the reply ran, and the places of those that know more.
-
-    Every block counts for the former too: what a block is worth before its reply
-    has ended is an average over all ends.
-    """
-    running = classes // REPLY_COUNT * REPLY_COUNT
-    return running, np.flatnonzero(running != classes)

@@ -49,6 +49,7 @@ class Replay(ReplayState):
         self.evicted_count = 0
         self.stored_count = 0
         self._pinned: set[int] = set()
+        self.presence = self.tree.tiers[_TIER]
         self._slots = self.columns.slot[_TIER]
 
     def request(self, request: int, now: float) -> int:
@@ -116,8 +117,8 @@ class Replay(ReplayState):
             rows = self.tree.tail_rows(_TIER, node, count)
             if self.listener is not None:
                 self.listener.evicted(self.id_of.take(rows), bool(self.tree.nodes.reused[node]))
-            self.tree.copies_dropped(_TIER, rows)
-            self.tree.remove(rows)
+            self.presence.drop(node, count)
+            self.tree.shorten(node, int(rows[-1]), count)
             gone.append(rows)
         if gone:
             rows = np.concatenate(gone) if len(gone) > 1 else gone[0]
