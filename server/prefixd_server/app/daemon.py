@@ -32,6 +32,7 @@ from prefixd_server.cache.build import build_cache
 from prefixd_server.cache.cache import Cache
 from prefixd_server.media.movers import Movers
 from prefixd_server.rpc.companion import Companion
+from prefixd_server.rpc.probes import ProbeServer
 from prefixd_server.rpc.seat import Seat, companion_path
 from prefixd_server.rpc.server import WireServer
 
@@ -58,6 +59,7 @@ class Daemon:
         self._clock = clock or SystemClock()
         self._open = contextlib.AsyncExitStack()
         self._servers: list[WireServer] = []
+        self._probes: list[ProbeServer] = []
         self._cache: Cache | None = None
         self._grace_s = STOP_GRACE_S
         self._log = logger("prefixd.daemon")
@@ -161,6 +163,11 @@ class Daemon:
         if addresses.listen:
             server = self._server(Seat(addresses.tenant, admin=False, companion_path=""))
             self.ports["listen"] = await server.open_tcp(addresses.listen)
+        if addresses.probes:
+            probes = ProbeServer()
+            self._open.push_async_callback(probes.stop)
+            self.ports["probes"] = await probes.open(addresses.probes)
+            self._probes.append(probes)
         if addresses.metrics:
             exposition = Exposition(self._render_metrics)
             self.ports["metrics"] = await exposition.open(addresses.metrics)
@@ -177,6 +184,8 @@ class Daemon:
     async def _set_serving(self, serving: bool) -> None:
         for server in self._servers:
             await server.set_serving(serving)
+        for probes in self._probes:
+            await probes.set_serving(serving)
 
     def _watch_tiers(self) -> None:
         task = asyncio.get_running_loop().create_task(self._tell_tiers())

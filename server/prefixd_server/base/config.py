@@ -133,9 +133,15 @@ class Config:
         """
         self._check_sizes()
         self._check_tenants()
-        for key, value in (("listen", self.server.listen), ("metrics", self.server.metrics)):
-            if value and not is_loopback(value):
-                raise self.error(key, value, "must be a loopback address: there is no TLS to protect it")
+        server = self.server
+        if server.listen and not is_loopback(server.listen):
+            raise self.error(
+                "listen", server.listen, "must be a loopback address: there is no TLS to protect it"
+            )
+        if server.metrics and not server.metrics_exposed and not is_loopback(server.metrics):
+            raise self.error(
+                "metrics", server.metrics, "must be a loopback address unless metrics_exposed = true"
+            )
         return self
 
     def _check_sizes(self) -> None:

@@ -60,6 +60,18 @@ class ServerConfig:
     metrics: str = option(
         "", address(), "HTTP address of the Prometheus endpoint, path /metrics. Off until a scraper is there."
     )
+    metrics_exposed: bool = option(
+        False,
+        flag(),
+        "Whether that address may be other than loopback. It tells whoever reaches it every tenant's "
+        "counters: only where a network policy lets scrapers alone in.",
+    )
+    probes: str = option(
+        "",
+        address(),
+        "TCP address of grpc.health.v1 alone, for an orchestrator's probes, which cannot reach a unix "
+        "socket. It tells whether the daemon serves and nothing else, so any address will do.",
+    )
     data_dir: Path | None = option(
         None,
         path(),
@@ -257,8 +269,8 @@ class MigrationConfig:
     decode_p99_target_s: float = option(
         0.0,
         seconds(0, 60),
-        "99th percentile of the time per output token that engines report, above which background copies give "
-        "way. 0: whatever it is; only the operator knows what was promised.",
+        "99th percentile of the time per output token that engines report, above which background copies "
+        "give way. 0: whatever it is; only the operator knows what was promised.",
     )
     conservative: str = option(
         "auto",
