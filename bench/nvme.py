@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from prefixd_server.base.types import ChecksumAlgorithm, Tier
-from prefixd_server.index.chains import chains
+from prefixd_server.index.chains import chains_of
 from prefixd_server.index.process import Index, IndexOptions
 from prefixd_server.index.records import Records, new_records, seal, space_identity
 from prefixd_server.media.aligned import aligned_buffer
@@ -258,7 +258,7 @@ async def recovery(directory: Path, count: int) -> dict[str, object]:
         started = time.perf_counter()
         loaded = [batch async for batch in index.load()]
         done = time.perf_counter()
-        ordered = chains(np.concatenate(loaded), rng)
+        ordered = chains_of(np.concatenate(loaded), rng)
         end = time.perf_counter()
         assert len(ordered.order) == count
         found.append((started - before, done - started, end - done))

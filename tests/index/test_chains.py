@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefixd_server.index.chains import chains
+from prefixd_server.index.chains import chains_of
 from prefixd_server.index.records import RECORD, Records
 
 from tests.support.stores import hashes, run_records
@@ -43,7 +43,7 @@ def test_every_block_comes_after_its_parent_and_orphans_never(data: st.DataObjec
     records = forest(parents, data.draw(st.integers(0, 1000)))
     kept = np.array([data.draw(st.integers(0, 9)) > 0 for _ in range(count)], dtype=bool)
     records = records[kept]
-    found = chains(records, np.random.default_rng(1))
+    found = chains_of(records, np.random.default_rng(1))
     assert {records["hash"][place].tobytes() for place in found.order} == reachable(records)
     assert sorted([*found.order, *found.orphans]) == list(range(len(records)))
     seen: set[bytes] = {bytes(32)}
@@ -63,14 +63,14 @@ def test_every_block_comes_after_its_parent_and_orphans_never(data: st.DataObjec
 def test_a_run_is_one_chain_whatever_the_order_of_its_records() -> None:
     records = run_records(500)
     shuffled = records[np.random.default_rng(0).permutation(500)]
-    found = chains(shuffled, np.random.default_rng(1))
+    found = chains_of(shuffled, np.random.default_rng(1))
     assert len(found) == 1
     assert shuffled["depth"][found.order].tolist() == list(range(500))
 
 
 def test_a_missing_block_orphans_all_that_hangs_below_it() -> None:
     records = np.delete(run_records(10), 4)
-    found = chains(records, np.random.default_rng(1))
+    found = chains_of(records, np.random.default_rng(1))
     assert sorted(records["depth"][found.order]) == [0, 1, 2, 3]
     assert sorted(records["depth"][found.orphans]) == [5, 6, 7, 8, 9]
 
@@ -78,10 +78,10 @@ def test_a_missing_block_orphans_all_that_hangs_below_it() -> None:
 def test_a_depth_that_does_not_fit_its_parent_makes_an_orphan() -> None:
     records = run_records(5)
     records["depth"][3] = 7
-    found = chains(records, np.random.default_rng(1))
+    found = chains_of(records, np.random.default_rng(1))
     assert sorted(found.order) == [0, 1, 2]
 
 
-def test_no_records_make_no_chains() -> None:
-    found = chains(np.zeros(0, dtype=RECORD), np.random.default_rng(1))
+def test_no_records_make_no_chains_of() -> None:
+    found = chains_of(np.zeros(0, dtype=RECORD), np.random.default_rng(1))
     assert (len(found), len(found.order), len(found.orphans)) == (0, 0, 0)

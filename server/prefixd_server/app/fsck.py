@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from prefixd_server.app.offline_store import OfflineStore
-from prefixd_server.index.chains import chains
+from prefixd_server.index.chains import chains_of
 from prefixd_server.index.records import Keys, Records, distinct_spaces, keys_of
 from prefixd_server.media.aligned import aligned_buffer, round_up
 from prefixd_server.media.nvme_files import open_direct
@@ -198,7 +198,7 @@ class Check:
         good = np.flatnonzero(self._finding < 0)
         for _, where in distinct_spaces(self._records[good]):
             of_space = good[where]
-            orphans = chains(self._records[of_space], rng).orphans
+            orphans = chains_of(self._records[of_space], rng).orphans
             self._finding[of_space[orphans]] = self._kinds.index(Finding.ORPHANED)
 
 

@@ -3,15 +3,19 @@
 No data file is read: blocks are verified when they are first promoted. A record
 counts only if its store, segment generation, place and size are right, its
 namespace was not dropped, and all its ancestors are there; the others are
-deleted. Works in steps, so that the loop is never held for long.
+deleted. Sorting is a thread's work, and blocks go into the catalog in small
+steps, so that the loop is never held for long.
+
+Until it is over, every slot of a segment that holds blocks is RESERVED; those that
+no record names are freed once the records that do not count are durably gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import structlog
@@ -19,20 +23,21 @@ from numpy.typing import NDArray
 
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_ROW, Hashes, SlotState, Tier
+from prefixd_server.base.types import NO_ROW, SlotState, Tier
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.state import State
-from prefixd_server.catalog.columns import VISIBLE
 from prefixd_server.catalog.events import BlocksRecovered
 from prefixd_server.catalog.namespaces import Namespace
-from prefixd_server.index.chains import chains
 from prefixd_server.index.line import IndexUnavailable
-from prefixd_server.index.records import Records, distinct_spaces, keys_of
+from prefixd_server.index.records import Keys, NamespaceRecord, block_keys, distinct_spaces, keys_of
+from prefixd_server.index.sifting import Layout, Recoverable, Sieve
 
-Mask: TypeAlias = NDArray[np.bool_]
-STEP_BLOCK_COUNT = 512
-"""Blocks put into the catalog before the loop gets its turn."""
+Owner: TypeAlias = tuple[Namespace, int, int]
+"""(namespace, shard, kv_group) of a space."""
+STEP_BLOCK_COUNT = 1024
+STEP_CHAIN_COUNT = 16
+"""What is put into the catalog before the loop gets its turn: about a millisecond."""
 NAMESPACE_COUNT_MAX = 1 << 20
 """Recovered namespaces are not held against their tenants' limit: they were admitted before."""
 
@@ -47,7 +52,7 @@ class RecoveryReport:
     misplaced: int = 0
     """Of another store or generation, or not where a slot can be."""
     orphaned: int = 0
-    """Without all ancestors, or of a namespace that was dropped."""
+    """Without all ancestors, of a namespace that was dropped, or beyond what the catalog can hold."""
     known_already: int = 0
     """Stored again by an engine before recovery came to them."""
 
@@ -60,7 +65,7 @@ class Recovery:
         self._nvme = nvme
         self._epochs = epochs
         self._rng = np.random.default_rng()
-        self._owners: dict[bytes, tuple[Namespace, int, int]] = {}
+        self._owners: dict[bytes, Owner] = {}
         self.report = RecoveryReport()
 
     async def run(self) -> None:
@@ -85,7 +90,25 @@ class Recovery:
 
     async def _recover(self) -> None:
         self.report = RecoveryReport()
-        for record in await self._nvme.index.namespaces():
+        self._open_namespaces(await self._nvme.index.namespaces())
+        gone: list[Keys] = []
+        sieves = await self._load(gone)
+        for identity in list(sieves):
+            blocks = await asyncio.to_thread(sieves.pop(identity).sorted, self._rng)
+            gone += [blocks.misplaced, blocks.orphaned]
+            self.report.misplaced += len(blocks.misplaced)
+            self.report.orphaned += len(blocks.orphaned)
+            refused = await self._recover_space(self._owners[identity], blocks)
+            gone.append(block_keys(identity, blocks.hashes[refused]))
+            failpoint("recovery.space_done")
+        if any(map(len, gone)):
+            await self._nvme.delete(np.concatenate(gone))
+            failpoint("recovery.deleted")
+        await self._free_the_rest()
+        failpoint("recovery.freed")
+
+    def _open_namespaces(self, records: list[NamespaceRecord]) -> None:
+        for record in records:
             current = self._epochs.fresh(record.tenant, record.fingerprint)
             if record.spec is not None and record.epoch >= current:
                 namespace = self._state.catalog.namespaces.open(
@@ -94,90 +117,62 @@ class Recovery:
                 if namespace.ref.epoch == record.epoch:
                     for identity, (shard, group) in record.spaces().items():
                         self._owners[identity] = (namespace, shard, group)
-        gone: list[Records] = []
-        async for identity, records in self._by_space():
-            owner = self._owners.get(identity)
-            if owner is None or self._was_dropped(owner[0]):
-                self.report.orphaned += len(records)
-                gone.append(records)
-            else:
-                gone.extend(await self._recover_space(owner, records))
-            failpoint("recovery.space_done")
-        if any(map(len, gone)):
-            await self._nvme.delete(np.concatenate([keys_of(records) for records in gone]))
-            failpoint("recovery.deleted")
+
+    async def _load(self, gone: list[Keys]) -> dict[bytes, Sieve]:
+        """All records, by the identity of their space; the keys of those of no living space go to `gone`."""
+        layout = self._layout()
+        sieves: dict[bytes, Sieve] = {}
+        async for batch in self._nvme.index.load():
+            for identity, where in distinct_spaces(batch):
+                sieve = sieves.get(identity) or self._sieve(identity, layout)
+                if sieve is None:
+                    gone.append(keys_of(batch[where]))
+                    self.report.orphaned += where.stop - where.start
+                else:
+                    sieves[identity] = sieve
+                    sieve.add(batch[where])
+        failpoint("recovery.loaded")
+        return sieves
+
+    def _sieve(self, identity: bytes, layout: Layout) -> Sieve | None:
+        owner = self._owners.get(identity)
+        if owner is None or self._was_dropped(owner[0]):
+            return None
+        what = owner[0].spec.kv_groups[owner[2]]
+        return Sieve(layout, identity, what.block_bytes, what.slot_bytes)
+
+    def _layout(self) -> Layout:
+        medium, table = self._nvme.medium, self._state.catalog.slots[Tier.NVME]
+        slot_bytes = np.zeros(medium.segment_count, dtype=np.int64)
+        for segment in medium.present():
+            slot_bytes[segment] = medium.slot_bytes(segment)
+        return Layout(
+            medium.store_uuid, medium.generations.copy(), slot_bytes, table.segment_bytes, table.stride
+        )
 
     def _was_dropped(self, namespace: Namespace) -> bool:
         """Whether the namespace was dropped since recovery began."""
         return namespace not in self._state.catalog.namespaces.list(namespace.tenant)
 
-    async def _by_space(self) -> AsyncIterator[tuple[bytes, Records]]:
-        """All records, one space at a time; records come in key order, so a space's are together."""
-        parts: dict[bytes, list[Records]] = {}
-        async for batch in self._nvme.index.load():
-            for identity, where in distinct_spaces(batch):
-                parts.setdefault(identity, []).append(batch[where])
-        for identity in list(parts):
-            yield identity, np.concatenate(parts.pop(identity))
-
     # -- one space -----------------------------------------------------------------------------
 
-    async def _recover_space(self, owner: tuple[Namespace, int, int], records: Records) -> list[Records]:
-        """Puts a space's blocks into the catalog; the records that are of no use are returned."""
-        namespace, _, group = owner
-        good = self._well_placed(namespace, group, records)
-        self.report.misplaced += int((~good).sum())
-        gone = [records[~good]]
-        records = records[good]
-        if len(records) == 0:
-            return gone
-        ordered = chains(records, self._rng)
-        self.report.orphaned += len(ordered.orphans)
-        gone.append(records[ordered.orphans])
+    async def _recover_space(self, owner: Owner, blocks: Recoverable) -> NDArray[np.bool_]:
+        """Puts a space's blocks into the catalog, step by step; which were refused."""
+        refused = np.zeros(len(blocks.hashes), dtype=np.bool_)
+        if not len(blocks) or self._was_dropped(owner[0]):
+            self.report.orphaned += len(refused)
+            return ~refused
         space = self._space(owner)
-        place_of = self._assign(namespace, group, records)
-        done = 0
-        for number in range(len(ordered)):
-            members = ordered.order[ordered.starts[number] : ordered.starts[number + 1]]
-            parent = int(ordered.parents[number])
-            refused = self._recover_chain(space, records, members, parent, place_of)
-            if len(refused):
-                gone.append(records[refused])
-            done += len(members)
-            if done >= STEP_BLOCK_COUNT:
-                done = 0
-                await asyncio.sleep(0)
-                if self._was_dropped(namespace):
-                    return [*gone, records]
-        return gone
+        slots = self._adopt(owner, blocks)
+        filling = _Filling(self._state, space, blocks, slots, refused, self.report)
+        for first, end in _steps(blocks):
+            filling.put(first, end)
+            await asyncio.sleep(0)
+            if self._was_dropped(owner[0]):
+                return np.ones(len(refused), dtype=np.bool_)
+        return refused
 
-    def _well_placed(self, namespace: Namespace, group: int, records: Records) -> Mask:
-        """Which records name a slot of this store, in its segment's present generation, each slot once."""
-        medium = self._nvme.medium
-        table = self._state.catalog.slots[Tier.NVME]
-        what = namespace.spec.kv_groups[group]
-        segments = records["segment"].astype(np.int64)
-        good: Mask = segments < medium.segment_count
-        known = np.where(good, segments, 0)
-        good &= (records["store_uuid"] == np.frombuffer(medium.store_uuid, np.uint8)).all(axis=1)
-        good &= medium.generations[known] == records["generation"]
-        good &= medium.generations[known] != 0
-        good &= records["block_bytes"] == what.block_bytes
-        good &= records["slot"] < table.segment_bytes // what.slot_bytes
-        sizes = np.zeros(medium.segment_count, dtype=np.int64)
-        for segment in medium.present():
-            sizes[segment] = medium.slot_bytes(segment)
-        good &= sizes[known] == what.slot_bytes
-        # Of two records for one slot the one that was used last is the newer; bytes are verified anyway.
-        newest = np.argsort(records["last_use"], kind="stable")[::-1]
-        slots = segments * table.stride + records["slot"]
-        _, first = np.unique(slots[newest], return_index=True)
-        chosen = np.zeros(len(records), dtype=np.bool_)
-        chosen[newest[first]] = True
-        good &= chosen
-        return good
-
-    def _space(self, owner: tuple[Namespace, int, int]) -> int:
+    def _space(self, owner: Owner) -> int:
         namespace, shard, group = owner
         catalog = self._state.catalog
         space = catalog.namespaces.space(namespace, shard, group)
@@ -187,72 +182,154 @@ class Recovery:
             catalog.tree.add_space(space, pool)
         return space
 
-    def _assign(self, namespace: Namespace, group: int, records: Records) -> NDArray[np.int64]:
-        """Has the segments serve the pool; the slot of each record, -1 where the segment serves another."""
-        catalog = self._state.catalog
-        table = catalog.slots[Tier.NVME]
-        slot_bytes = namespace.spec.kv_groups[group].slot_bytes
-        pool = catalog.namespaces.pool(namespace.tenant, slot_bytes)
-        segments = records["segment"].astype(np.int64)
-        slots: NDArray[np.int64] = segments * table.stride + records["slot"]
-        for segment in np.unique(segments).tolist():
+    def _adopt(self, owner: Owner, blocks: Recoverable) -> NDArray[np.int64]:
+        """Has the segments serve the pool; the slot of each block, -1 where the segment serves another."""
+        table = self._state.catalog.slots[Tier.NVME]
+        slot_bytes = owner[0].spec.kv_groups[owner[2]].slot_bytes
+        pool = self._state.catalog.namespaces.pool(owner[0].tenant, slot_bytes)
+        foreign = []
+        for segment in blocks.segments:
             if table.pool_of(segment) < 0:
-                generation = self._nvme.medium.generation(segment)
-                table.assign(segment, pool, slot_bytes, segment, generation)
+                table.adopt(segment, pool, slot_bytes, segment, self._nvme.medium.generation(segment))
             if table.pool_of(segment) != pool:
-                slots[segments == segment] = -1
-        return slots
+                foreign.append(segment)
+        if not foreign:
+            return blocks.slots
+        return np.where(np.isin(blocks.slots // table.stride, foreign), -1, blocks.slots)
 
-    def _recover_chain(
-        self, space: int, records: Any, members: NDArray[np.int64], parent: int, slots: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Puts one chain below its parent; the members that are of no use are returned."""
-        catalog = self._state.catalog
-        above = NO_ROW
+    async def _free_the_rest(self) -> None:
+        """Slots that no block was found in. Nobody else has any: nothing is written here yet."""
+        table = self._state.catalog.slots[Tier.NVME]
+        for segment in range(table.segment_count):
+            where = table.slots_in(segment)
+            empty = (table.state[where] == SlotState.RESERVED) & (table.row[where] == NO_ROW)
+            slots = (np.flatnonzero(empty) + where.start).astype(np.uint32)
+            for first in range(0, len(slots), STEP_BLOCK_COUNT):
+                table.free(slots[first : first + STEP_BLOCK_COUNT])
+                await asyncio.sleep(0)
+
+
+def _steps(blocks: Recoverable) -> Iterator[tuple[int, int]]:
+    """The chains as [first, end) of one step each."""
+    starts = blocks.starts.tolist()
+    first = 0
+    for end in range(1, len(starts)):
+        full = end - first >= STEP_CHAIN_COUNT or starts[end] - starts[first] >= STEP_BLOCK_COUNT
+        if full or end == len(starts) - 1:
+            yield first, end
+            first = end
+
+
+class _Filling:
+    """Puts the chains of one space into the catalog.
+
+    Args:
+        slots: of the blocks; -1 for none.
+        refused: set where a block was of no use.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        space: int,
+        blocks: Recoverable,
+        slots: NDArray[np.int64],
+        refused: NDArray[np.bool_],
+        report: RecoveryReport,
+    ) -> None:
+        self._state = state
+        self._space = space
+        self._blocks = blocks
+        self._slots = slots
+        self._refused = refused
+        self._report = report
+
+    def put(self, first: int, end: int) -> None:
+        """Chains [first, end): all in one event, unless one of them meets what is there already."""
+        blocks, catalog = self._blocks, self._state.catalog
+        start, stop = int(blocks.starts[first]), int(blocks.starts[end])
+        parents = blocks.parents[first:end]
+        outside = (parents >= 0) & (parents < start)
+        above = np.full(end - first, NO_ROW, dtype=np.int32)
+        above[outside] = catalog.find(self._space, blocks.hashes[parents[outside]])
+        known = catalog.find(self._space, blocks.hashes[start:stop])
+        fresh = (known < 0).all() and self._vacant(start, stop).all()
+        if fresh and catalog.visible(above[outside]).all() and self._fit(stop - start) == stop - start:
+            inside = np.where(parents >= start, parents - start, -1)
+            edges = (blocks.starts[first : end + 1] - start).tolist()
+            self._apply(start, stop, edges, above.tolist(), inside.tolist(), blocks.last_use[first:end])
+            return
+        for chain in range(first, end):
+            self._put_chain(chain)
+
+    def _put_chain(self, chain: int) -> None:
+        """One chain, whatever of it is known already."""
+        blocks, catalog = self._blocks, self._state.catalog
+        start, stop = int(blocks.starts[chain]), int(blocks.starts[chain + 1])
+        parent, above = int(blocks.parents[chain]), NO_ROW
         if parent >= 0:
-            above = int(catalog.find(space, np.ascontiguousarray(records["hash"][parent : parent + 1]))[0])
-            if above == NO_ROW or not catalog.columns.flags[above] & VISIBLE:
-                self.report.orphaned += len(members)
-                return members
-        hashes: Hashes = np.ascontiguousarray(records["hash"][members])
-        found = catalog.find(space, hashes)
-        known = int((found >= 0).sum())
-        kept = np.zeros(0, dtype=np.bool_)
+            row = catalog.find(self._space, blocks.hashes[parent : parent + 1])
+            if not catalog.visible(row)[0]:
+                self._refuse(start, stop)
+                return
+            above = int(row[0])
+        found = catalog.find(self._space, blocks.hashes[start:stop])
+        known = leading(found >= 0)
         if known:
             # What an attempt before this one has put where its record says stays there.
-            kept = catalog.columns.slot[Tier.NVME][found[:known]] == slots[members[:known]]
-            self.report.recovered += int(kept.sum())
-            self.report.known_already += int((~kept).sum())
+            kept = catalog.columns.slot[Tier.NVME][found[:known]] == self._slots[start : start + known]
+            self._report.recovered += int(kept.sum())
+            self._report.known_already += int((~kept).sum())
+            self._refused[start : start + known] = ~kept
             above = int(found[known - 1])
-            if not catalog.columns.flags[above] & VISIBLE:
-                return members
-        fresh = members[known:]
+            if not catalog.visible(found[known - 1 : known])[0]:
+                self._refuse(start + known, stop)
+                return
         # After a lost log tail, records of two spaces may name one slot: the first to come keeps it.
-        places = slots[fresh]
-        free = (places >= 0) & (catalog.slots[Tier.NVME].state[np.maximum(places, 0)] == SlotState.FREE)
-        usable = leading(free)
+        usable = self._fit(leading(self._vacant(start + known, stop)))
+        end = start + known + usable
         if usable:
-            self._put(space, above, records, fresh[:usable], slots)
-        refused: NDArray[np.int64] = np.concatenate([members[:known][~kept], fresh[usable:]])
-        return refused
+            self._apply(start + known, end, [0, usable], [above], [-1], blocks.last_use[chain : chain + 1])
+        self._refuse(end, stop)
 
-    def _put(
-        self, space: int, above: int, records: Any, members: NDArray[np.int64], slots: NDArray[np.int64]
+    def _vacant(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the blocks' slots are still to be given to a block."""
+        table, slots = self._state.catalog.slots[Tier.NVME], self._slots[start:stop]
+        vacant: NDArray[np.bool_] = table.state.take(slots, mode="clip") == SlotState.RESERVED
+        vacant &= (table.row.take(slots, mode="clip") == NO_ROW) & (slots >= 0)
+        return vacant
+
+    def _fit(self, count: int) -> int:
+        """How many of so many blocks the catalog has room for."""
+        columns = self._state.catalog.columns
+        return min(count, columns.row_count_max - columns.count)
+
+    def _refuse(self, start: int, stop: int) -> None:
+        self._refused[start:stop] = True
+        self._report.orphaned += stop - start
+
+    def _apply(
+        self,
+        start: int,
+        stop: int,
+        edges: list[int],
+        above: list[int],
+        inside: list[int],
+        last_use: NDArray[np.float64],
     ) -> None:
-        table = self._state.catalog.slots[Tier.NVME]
-        chosen = slots[members].astype(np.uint32)
-        for segment in np.unique(chosen // np.uint32(table.stride)).tolist():
-            table.claim(chosen[chosen // np.uint32(table.stride) == segment])
-        age = max(0.0, self._state.clock.wall() - float(records["last_use"][members].max()))
+        clock, blocks = self._state.clock, self._blocks
+        ages = np.maximum(0.0, clock.wall() - last_use)
         self._state.apply(
             BlocksRecovered(
-                space,
+                self._space,
+                edges,
                 above,
-                np.ascontiguousarray(records["hash"][members]),
-                records["checksum"][members].copy(),
+                inside,
+                blocks.hashes[start:stop],
+                blocks.checksums[start:stop],
                 Tier.NVME,
-                chosen,
-                self._state.clock.now() - age,
+                self._slots[start:stop].astype(np.uint32),
+                (clock.now() - ages).tolist(),
             )
         )
-        self.report.recovered += len(members)
+        self._report.recovered += stop - start

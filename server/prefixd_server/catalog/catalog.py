@@ -12,6 +12,7 @@ parent is visible. Blocks committed before their parent wait, keyed by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -257,7 +258,12 @@ class Catalog(CatalogReads):
         rows = self._new_rows(event.space, event.hashes)
         self.columns.flags[rows] = COMMITTED | VISIBLE
         self.columns.checksum[rows] = event.checksums
-        self.tree.add(event.space, event.parent_row, rows, event.last_use)
+        chains = zip(
+            pairwise(event.starts), event.parent_rows, event.parent_places, event.last_use, strict=True
+        )
+        for (start, end), above, place, last_use in chains:
+            parent = int(rows[place]) if place >= 0 else above
+            self.tree.add(event.space, parent, rows[start:end], last_use)
         self._bind(event.tier, rows, event.slots)
         self.slots[event.tier].publish(event.slots, rows)
         self.slots[event.tier].lease(event.slots)

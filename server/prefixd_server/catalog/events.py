@@ -7,6 +7,7 @@ catalog rows, one per block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -171,18 +172,22 @@ class CopyFoundBad:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRecovered:
-    """Blocks found in a durable tier's index after a start: absent -> RESIDENT there, and visible.
+    """Chains found in a durable tier's index after a start: absent -> RESIDENT there, and visible.
 
-    Their parent is visible. `slots` are RESERVED; last_use is in monotonic seconds.
+    `slots` are RESERVED. Per chain: where it starts in the arrays (and their length at the
+    end), the visible row above it (NO_ROW for none) or instead the place in these arrays of
+    the block above it (-1 for none), and its last use in monotonic seconds.
     """
 
     space: int
-    parent_row: int
+    starts: Sequence[int]
+    parent_rows: Sequence[int]
+    parent_places: Sequence[int]
     hashes: Hashes
     checksums: Checksums
     tier: Tier
     slots: Slots
-    last_use: float
+    last_use: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

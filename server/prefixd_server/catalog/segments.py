@@ -68,12 +68,25 @@ class SegmentTable:
 
     def assign(self, segment: int, pool: int, slot_bytes: int, segment_id: int, generation: int = 0) -> None:
         """An unassigned segment serves `pool` from now on, all its slots FREE."""
-        record = self._segments[segment]
-        assert record.pool == NO_POOL, f"segment {segment} serves pool {record.pool} already"
+        first, end = self._serve(segment, Segment(pool, slot_bytes, 0, segment_id, generation))
+        self._free_of[pool].add(first, end)
+        self._tally[pool][SlotState.FREE] += end - first
+
+    def adopt(self, segment: int, pool: int, slot_bytes: int, segment_id: int, generation: int) -> None:
+        """assign(), all its slots RESERVED: what lies in them is still to be found out."""
+        first, end = self._serve(segment, Segment(pool, slot_bytes, 0, segment_id, generation))
+        self.state[first:end] = SlotState.RESERVED
+        self._tally[pool][SlotState.RESERVED] += end - first
+
+    def _serve(self, segment: int, record: Segment) -> tuple[int, int]:
+        """Writes down what an unassigned segment serves; its slots, [first, end)."""
+        present, pool, slot_bytes = self._segments[segment].pool, record.pool, record.slot_bytes
+        assert present == NO_POOL, f"segment {segment} serves pool {present} already"
         assert slot_bytes % SLOT_ALIGNMENT_BYTES == 0, f"slot of {slot_bytes} bytes is not aligned"
         count = self.segment_bytes // slot_bytes
         assert count > 0, f"a slot of {slot_bytes} bytes does not fit a segment of {self.segment_bytes}"
-        self._segments[segment] = Segment(pool, slot_bytes, count, segment_id, generation)
+        record.slot_count = count
+        self._segments[segment] = record
         self._pool_of[segment] = pool
         self._segments_of.setdefault(pool, []).append(segment)
         first = segment * self.stride
@@ -82,8 +95,7 @@ class SegmentTable:
         if pool not in self._free_of:
             self._free_of[pool] = FreeRuns(self.stride)
             self._tally[pool] = [0] * len(SlotState)
-        self._free_of[pool].add(first, first + count)
-        self._tally[pool][SlotState.FREE] += count
+        return first, first + count
 
     def unassign(self, segment: int) -> None:
         """An empty segment serves nobody from now on. It may be held."""

@@ -14,7 +14,6 @@ to evict. The event loop owns it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -69,22 +68,6 @@ class SlotTable(SegmentTable):
         tally[_FREE] -= len(slots)
         tally[_RESERVED] += len(slots)
         return slots
-
-    def claim(self, slots: Slots) -> None:
-        """FREE -> RESERVED for exactly these slots of one segment: recovery knows where blocks lie."""
-        self._expect(slots, (_FREE,))
-        first = int(slots[0]) // self.stride * self.stride
-        runs = self._runs_of(first // self.stride)
-        taken = np.sort(slots).tolist()
-        for start, end in runs.take_segment(first):
-            at = start
-            for slot in taken[bisect_left(taken, start) : bisect_left(taken, end)]:
-                if at < slot:
-                    runs.add(at, slot)
-                at = slot + 1
-            if at < end:
-                runs.add(at, end)
-        self._move(slots, _RESERVED)
 
     def publish(self, slots: Slots, rows: Rows) -> None:
         """RESERVED -> RESIDENT: the slots hold readable copies of the blocks in `rows`."""
