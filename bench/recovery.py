@@ -209,7 +209,7 @@ def one_start(data_dir: Path, count: int) -> dict[str, float]:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time of a process, its index process included: what other load does not lengthen."""
+    """Processor time of a process and its index process: what other load does not lengthen."""
     pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     ticks = 0
     for each in pids:
