@@ -7,7 +7,7 @@ the others: within one call, without the catalog being changed meanwhile.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,25 +68,20 @@ def take_lowest(
         nodes, scores: leaves, in any order; those met before are passed over.
         score_of: of a node that becomes a leaf.
         ceiling: scores from here on stay.
-        count_max: only so many of the lowest leaves are looked at, and sorted.
+        count_max: only so many of the lowest leaves are looked at; their scores are spoilt when they are few.
 
     Returns:
         Whether the ceiling was met.
     """
-    if count_max < len(nodes):
-        few = scores.argpartition(count_max)[:count_max]
-        order = few[scores.take(few).argsort()]
-    else:
-        order = scores.argsort()
-    leaves = list(zip(scores.take(order).tolist(), nodes.take(order).tolist(), strict=True))
+    leaves = _ascending(nodes, scores, count_max)
+    leaf = next(leaves, None)
     following: list[tuple[float, int]] = []
-    at = 0
-    while choice.left > 0 and (at < len(leaves) or following):
-        if following and (at == len(leaves) or following[0] < leaves[at]):
+    while choice.left > 0 and (leaf is not None or following):
+        if following and (leaf is None or following[0] < leaf):
             score, node = heapq.heappop(following)
         else:
-            score, node = leaves[at]
-            at += 1
+            assert leaf is not None
+            (score, node), leaf = leaf, next(leaves, None)
             if node in choice.met:
                 continue
         if score >= ceiling:
@@ -95,3 +90,15 @@ def take_lowest(
         if above >= 0:
             heapq.heappush(following, (score_of(above), above))
     return False
+
+
+def _ascending(nodes: Nodes, scores: NDArray[np.float64], count_max: int) -> Iterator[tuple[float, int]]:
+    """The lowest leaves with their scores: sorted all at once, or one by one where few are wanted of many."""
+    if count_max >= len(nodes):
+        order = scores.argsort()
+        yield from zip(scores.take(order).tolist(), nodes.take(order).tolist(), strict=True)
+        return
+    for _ in range(count_max):
+        place = int(scores.argmin())
+        yield float(scores[place]), int(nodes[place])
+        scores[place] = np.inf

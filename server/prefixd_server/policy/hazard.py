@@ -34,7 +34,7 @@ SHRINK_BLOCKS = 200.0
 """Weight of the coarser class, in blocks: reuses come in runs, so this is some ten independent reuses."""
 SMOOTHING_PASSES = 2
 """Passes of (1/4, 1/2, 1/4) over neighbouring ages."""
-REBUILD_SHARE = 0.03
+REBUILD_SHARE = 0.05
 """The index is rebuilt when this part of the evidence is new."""
 _KIND_OF_CLASS = (np.arange(CLASS_COUNT) // REPLY_COUNT % 2 * REPLY_COUNT) + np.where(
     np.arange(CLASS_COUNT) % REPLY_COUNT < HINT_COUNT, 0, HINT_COUNT + np.arange(CLASS_COUNT) % HINT_COUNT

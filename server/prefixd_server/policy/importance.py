@@ -223,7 +223,8 @@ class ImportancePolicy:
 
         sampling = view.leaf_count > SCAN_COUNT_MAX
         while choice.left > 0:
-            nodes = self._sample(view, choice.met, rng) if sampling else view.leaves()
+            # Of equals the one that became a leaf last goes first.
+            nodes = self._sample(view, choice.met, rng) if sampling else view.leaves()[::-1]
             scores = self.scores(view, nodes, now)
             before = len(choice.met)
             stopped = take_lowest(choice, nodes, scores, score_of, ceiling, TAKEN_AT_ONCE)
@@ -248,10 +249,11 @@ class ImportancePolicy:
 
     def scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
         """See Policy; among equals the longer unused is a trace less important."""
-        idle = now - view.last_use.take(nodes)
+        at = nodes.astype(np.intp)
+        idle = now - view.last_use.take(at)
         places = age_buckets(idle)
-        places += np.multiply(view.gap_class.take(nodes), REPLY_COUNT * AGE_BUCKET_COUNT, dtype=np.intp)
-        places += np.multiply(view.output_class.take(nodes), AGE_BUCKET_COUNT, dtype=np.intp)
+        places += np.multiply(view.gap_class.take(at), REPLY_COUNT * AGE_BUCKET_COUNT, dtype=np.intp)
+        places += np.multiply(view.output_class.take(at), AGE_BUCKET_COUNT, dtype=np.intp)
         scores = self.hazards.index.take(places)
         if self._weight is not None:
             scores *= self._weight(view, nodes)

@@ -42,25 +42,27 @@ _GROWTH = 1.2
 def _age_edges() -> NDArray[np.float64]:
     linear = _LINEAR_WIDTH_S * np.arange(_LINEAR_BUCKET_COUNT + 1)
     beyond = linear[-1] * _GROWTH ** np.arange(1, AGE_BUCKET_COUNT - _LINEAR_BUCKET_COUNT + 1)
-    return np.concatenate([linear, beyond])
+    return np.ceil(np.concatenate([linear, beyond]))
 
 
 AGE_EDGES_S = _age_edges()
-"""Shape (AGE_BUCKET_COUNT + 1,): 5 s wide up to 25 s, then growing by a fifth; the last is about 3 days."""
+"""Shape (AGE_BUCKET_COUNT + 1,), whole: 5 s wide up to 25 s, then growing by a fifth; the last is about 3 days."""
 AGE_WIDTHS_S = np.diff(AGE_EDGES_S)
 AGE_MIDDLES_S = AGE_EDGES_S[:-1] + AGE_WIDTHS_S / 2
-_INNER_EDGES_S = AGE_EDGES_S[1:-1].copy()
-_INNER_EDGE_LIST_S: list[float] = _INNER_EDGES_S.tolist()
+_BUCKET_OF_SECOND = np.repeat(np.arange(AGE_BUCKET_COUNT, dtype=np.intp), AGE_WIDTHS_S.astype(np.intp))
+"""Bucket of each whole second: a look-up is several times as fast as a search."""
+_SECOND_MAX = len(_BUCKET_OF_SECOND) - 1
+_BUCKET_OF_SECOND_LIST: list[int] = _BUCKET_OF_SECOND.tolist()
 
 
 def age_buckets(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
     """Bucket of each age in seconds; ages beyond the last edge share the last bucket."""
-    return _INNER_EDGES_S.searchsorted(ages_s, side="right")
+    return _BUCKET_OF_SECOND.take(ages_s.astype(np.intp), mode="clip")
 
 
 def age_bucket(age_s: float) -> int:
     """Bucket of one age."""
-    return bisect_right(_INNER_EDGE_LIST_S, age_s)
+    return _BUCKET_OF_SECOND_LIST[min(max(int(age_s), 0), _SECOND_MAX)]
 
 
 def gap_code(gap_s: float | None) -> int:

@@ -73,7 +73,7 @@ class ReuseTracker:
             hashes: shape (blocks, 4), from the run's first block on.
         """
         mixed = hashes[:, 0] * _ODD
-        index = np.flatnonzero(mixed < self._threshold)
+        index = (mixed < self._threshold).nonzero()[0]
         keys = mixed.take(index)
         slots = (keys & _SLOT_MASK).astype(np.intp)
         return Watched(index, slots, keys, self._key.take(slots) == keys, now)

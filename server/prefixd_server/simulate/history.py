@@ -33,8 +33,8 @@ NEW, AGAIN = history_byte(NO_GAP, reused=False), history_byte(NO_GAP, reused=Tru
 """Histories where the policy tells none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running(ABC):
+@dataclass(slots=True)
+class Running:
     """A request whose reply has not ended: what the policy made of it, and the nodes that it used last."""
 
     request: int
@@ -44,7 +44,7 @@ class Running(ABC):
     used_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """Leading blocks of a run's rest that share a history."""
 
@@ -52,7 +52,7 @@ class Part:
     history: int
 
 
-class ReplayState:
+class ReplayState(ABC):
     """See the module.
 
     Args:
