@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,8 +29,11 @@ class FaultyFiles(RealFiles):
     calls: list[tuple[str, str]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     """Set once a call is held."""
+    attempts: Counter[str] = field(default_factory=Counter)
+    """Calls by name, those that failed too."""
     _faults: dict[str, list[int]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
+    _spoiled: list[tuple[str, int, int]] = field(default_factory=list)
     _holding: frozenset[str] = frozenset()
     _go_on: threading.Event = field(default_factory=threading.Event)
 
@@ -37,9 +41,9 @@ class FaultyFiles(RealFiles):
         """The call fails `times` times with errno `number`, after `after` good ones."""
         self._faults[call] = [0] * after + [number] * times
 
-    def play(self, call: str, *numbers: int) -> None:
-        """What the next calls end with: errno, or 0 for none."""
-        self._faults[call] = list(numbers)
+    def spoil(self, name: str, offset: int, length: int) -> None:
+        """These bytes of the file cannot be read any more."""
+        self._spoiled.append((name, offset, offset + length))
 
     def hold(self, *calls: str) -> None:
         """From now on such calls hang until go_on()."""
@@ -60,6 +64,9 @@ class FaultyFiles(RealFiles):
 
     def read_at(self, fd: int, target: memoryview, offset: int) -> int:
         self._step("read_at", self._paths[fd])
+        for name, first, end in self._spoiled:
+            if name == self._paths[fd] and offset < end and first < offset + len(target):
+                raise OSError(errno.EIO, "bad sector", name)
         return super().read_at(fd, target, offset)
 
     def write_at(self, fd: int, source: memoryview, offset: int) -> int:
@@ -93,6 +100,7 @@ class FaultyFiles(RealFiles):
         super().remove(path)
 
     def _step(self, call: str, name: str) -> None:
+        self.attempts[call] += 1
         if call in self._holding:
             self.held.set()
             self._go_on.wait(HOLD_TIMEOUT_S)

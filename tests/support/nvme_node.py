@@ -21,9 +21,11 @@ BLOCK_BYTES = 65_536
 NVME = NvmeConfig(size_bytes=64 * MIB, segment_bytes=2 * MIB, retry_pause_s=0.05)
 
 
-def start(data_dir: Path, nvme: NvmeConfig = NVME, disk: DiskSeams | None = None) -> Node:
+def start(
+    data_dir: Path, nvme: NvmeConfig = NVME, disk: DiskSeams | None = None, dram_bytes: int = 8 * MIB
+) -> Node:
     """A node whose NVMe tier is ready; close() it."""
-    node = start_node(nvme=nvme, data_dir=data_dir, tenants=("red",), disk=disk)
+    node = start_node(dram_bytes, nvme=nvme, data_dir=data_dir, tenants=("red",), disk=disk)
     node.run(until(lambda: storage_of(node).nvme.health.writable))
     return node
 

@@ -118,6 +118,7 @@ class Index:
         self._broken: asyncio.Future[Exception] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._refusal: ConfigError | None = None
+        self._reason_told = ""
         self.state = IndexState.STARTING
         self.reason = ""
         """Why the state is what it is; empty when there is nothing to say."""
@@ -331,8 +332,10 @@ class Index:
 
     async def _move(self, state: IndexState, fault: Exception | None) -> None:
         self.state, self.reason = state, "" if fault is None else str(fault)
-        if state is IndexState.FAULTED:
+        # Once per outage and reason: it is started again every few seconds.
+        if state is IndexState.FAULTED and self.reason != self._reason_told:
             _log.error("index unavailable", reason=self.reason)
+        self._reason_told = self.reason
         if self._on_change is not None:
             self._on_change(state, fault)
         async with self._moved:
