@@ -17,6 +17,7 @@ from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Sessions
@@ -43,6 +44,7 @@ class Administration:
         epochs: Epochs,
         nvme: NvmeTier | None,
         started_at: float,
+        hbm: HbmTier | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -50,6 +52,7 @@ class Administration:
         self._room = room
         self._epochs = epochs
         self._nvme = nvme
+        self._hbm = hbm
         self._started_at = started_at
 
     # -- looking -------------------------------------------------------------------------------
@@ -156,9 +159,9 @@ class Administration:
         return sum(tree.block_count(space) for namespace in mine for space in namespace.spaces.values())
 
     def _tiers(self, tenant: str | None) -> tuple[TierStats, ...]:
-        if self._nvme is None:
-            return (self._dram_stats(tenant),)
-        return (self._dram_stats(tenant), self._nvme.stats(self._pools(tenant)))
+        pools = self._pools(tenant)
+        others = [tier.stats(pools) for tier in (self._hbm, self._nvme) if tier is not None]
+        return (self._dram_stats(tenant), *others)
 
     def _pools(self, tenant: str | None) -> list[int]:
         names = self._state.catalog.namespaces
@@ -257,7 +260,7 @@ class Administration:
         """Readers verify what they copied, so their leases can end under them."""
         for lease in list(self._state.leases.reads.values()):
             if lease.namespace is namespace:
-                self._endings.release_shards(lease, list(lease.shards))
+                self._endings.release_shards(lease, list(lease.shards), vouched=False)
 
 
 def sum_counters(parts: list[Counters]) -> Counters:

@@ -1,13 +1,15 @@
 """How leases go on and end: renewed, released, expired, or with the process that held them (law 5).
 
-Read slots are free at once, since a reader verifies what it copied. Write slots
-are free when their writer vouches for it (Commit, Abort) or is known dead;
-until then they are quarantined.
+Read slots in DRAM are free at once, since a reader verifies what it copied. Write
+slots are free when their writer vouches for it (Commit, Abort) or is known dead;
+until then they are quarantined. So are read slots in HBM: copies there go on by
+themselves, and their blocks stay leased until the reader's word or death.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from prefixd_server.base.types import Tier
 from prefixd_server.cache.sessions import Session
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import CopiesReleased, SlotsLifted, WriterFailed
-from prefixd_server.catalog.leases import ReadLease, WriteLease
+from prefixd_server.catalog.leases import ReadLease, ShardHold, WriteLease
 
 
 class Endings:
@@ -37,15 +39,41 @@ class Endings:
                 self._state.leases.renew(lease, expires_at)
         return lost, ttl
 
-    def release_shards(self, lease: ReadLease, shards: Iterable[int]) -> None:
-        """Lets go of some shards; the lease ends with its last."""
+    def release_shards(self, lease: ReadLease, shards: Iterable[int], *, vouched: bool = True) -> None:
+        """Lets go of some shards; the lease ends with its last.
+
+        Args:
+            vouched: their holders have said that nobody copies any more, or are dead. If not, what
+                they hold in HBM is orphaned.
+        """
         for shard in shards:
             hold = lease.shards.pop(shard, None)
             if hold is not None:
                 for piece in hold.pieces:
-                    self._state.apply(CopiesReleased(piece.tier, piece.slots))
+                    if vouched or piece.tier is not Tier.HBM:
+                        self._state.apply(CopiesReleased(piece.tier, piece.slots))
+                if not vouched:
+                    self._orphan(lease, shard, hold)
         if not lease.shards and lease.token in self._state.leases.reads:
             self._state.leases.end(lease)
+
+    def _orphan(self, lease: ReadLease, shard: int, hold: ShardHold) -> None:
+        """Keeps a shard's pieces in HBM leased."""
+        pieces = tuple(piece for piece in hold.pieces if piece.tier is Tier.HBM)
+        if pieces:
+            orphans = self._state.leases.orphans
+            kept = orphans.setdefault(lease.token, replace(lease, shards={}))
+            kept.shards[shard] = ShardHold(hold.holder, pieces)
+
+    def release_orphan(self, token: bytes, tenant: str, instance_id: str, shards: Iterable[int]) -> bool:
+        """The word of a lease's holders that came after its end; whether something waited for it."""
+        orphan = self._state.leases.orphans.get(token)
+        if orphan is None or (orphan.tenant, orphan.instance_id) != (tenant, instance_id):
+            return False
+        self.release_shards(orphan, list(shards) or list(orphan.shards))
+        if not orphan.shards:
+            del self._state.leases.orphans[token]
+        return True
 
     def abort(self, lease: WriteLease) -> int:
         """The writer vouches that it has stopped: slots freed."""
@@ -66,7 +94,7 @@ class Endings:
         """Ends or quarantines every lease whose time is over."""
         for lease in self._state.leases.expired(now):
             if isinstance(lease, ReadLease):
-                self.release_shards(lease, list(lease.shards))
+                self.release_shards(lease, list(lease.shards), vouched=False)
             else:
                 self.quarantine(lease)
 
@@ -79,7 +107,7 @@ class Endings:
                     for shard, hold in read.shards.items()
                     if not instance_is_open or hold.holder == session.session_id
                 ]
-                self.release_shards(read, held)
+                self.release_shards(read, held, vouched=session.dead)
         for write in list(self._state.leases.writes.values()):
             if write.session_id == session.session_id and not write.quarantined:
                 if session.dead:
@@ -92,13 +120,21 @@ class Endings:
         for write in list(self._state.leases.writes.values()):
             if write.session_id == session.session_id:
                 self.abort(write)
+        for orphan in list(self._state.leases.orphans.values()):
+            held = [shard for shard, hold in orphan.shards.items() if hold.holder == session.session_id]
+            if held:
+                self.release_orphan(orphan.token, orphan.tenant, orphan.instance_id, held)
         self._forget_witness(session.session_id)
 
     def has_quarantine(self, session: Session) -> bool:
         """Whether slots wait for this session's process."""
-        return any(
-            w.quarantined and w.session_id == session.session_id for w in self._state.leases.writes.values()
-        ) or any(session.session_id in bad.witnesses for bad in self._state.bad_slots)
+        leases, name = self._state.leases, session.session_id
+        orphaned = (hold for orphan in leases.orphans.values() for hold in orphan.shards.values())
+        return (
+            any(w.quarantined and w.session_id == name for w in leases.writes.values())
+            or any(hold.holder == name for hold in orphaned)
+            or any(name in bad.witnesses for bad in self._state.bad_slots)
+        )
 
     def _forget_witness(self, session_id: bytes) -> None:
         for bad in self._state.bad_slots:

@@ -43,7 +43,7 @@ class Room:
         """When a pool was last given a segment, monotonic seconds."""
         self.segment_ids: list[int] = list(range(1, count + 1))
         """Wire id of each segment's present memory, by segment index."""
-        self._next_segment_id = count + 1
+        self._last_segment_id = count
         self._garbage: list[int] = []
         """Spaces of dropped namespaces whose blocks are still to be forgotten."""
 
@@ -169,8 +169,12 @@ class Room:
     def renewed(self, segment: int) -> None:
         """The segment has fresh memory that nobody has mapped: a new wire id."""
         self.former_tenant[segment] = None
-        self.segment_ids[segment] = self._next_segment_id
-        self._next_segment_id += 1
+        self.segment_ids[segment] = self.new_segment_id()
+
+    def new_segment_id(self) -> int:
+        """A wire id that no segment of this boot has had, whatever its tier."""
+        self._last_segment_id += 1
+        return self._last_segment_id
 
     def segment_of_wire_id(self, tenant: str, segment_id: int) -> int | None:
         """The segment index, when the segment belongs to the tenant now."""

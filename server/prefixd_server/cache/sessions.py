@@ -42,6 +42,8 @@ Notice: TypeAlias = SegmentsRetiredNotice | DrainingNotice
 class Session:
     """One process of an engine. `pid` comes from the companion's peer credentials; 0 before.
 
+    readable_devices are UUIDs of the GPUs whose memory it, or who redeems its leases, can open.
+
     decode_latency_s (seconds per output token) and prefill_tokens_per_s are the
     last that it reported.
     """
@@ -53,6 +55,7 @@ class Session:
     client_version: str
     declared_pid: int
     local: bool
+    readable_devices: frozenset[str] = frozenset()
     pid: int = 0
     attached: bool = False
     ended: bool = False
@@ -113,6 +116,7 @@ class Sessions:
         client_version: str,
         pid: int,
         local: bool,
+        readable_devices: frozenset[str] = frozenset(),
     ) -> Session:
         """A new session. Raises LimitReached SESSION_LIMIT."""
         if len(self.open_of(tenant)) >= self._session_count_max:
@@ -131,6 +135,7 @@ class Sessions:
             client_version,
             pid,
             local,
+            readable_devices,
         )
         self._by_id[session.session_id] = session
         return session
@@ -179,6 +184,10 @@ class Sessions:
         return {
             s.session_id for s in self._by_id.values() if s.tenant == tenant and s.attached and not s.dead
         }
+
+    def living_pids(self) -> set[int]:
+        """Processes with a companion connection, now or once, that are not known dead."""
+        return {s.pid for s in self._by_id.values() if s.attached and not s.dead}
 
     # -- what the sockets tell -----------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class State:
     rng: np.random.Generator
     drain_timeout_s: float
     boot_id: bytes
+    device: Movers | None = None
+    """Movers of the HBM tier, when it is on."""
     disk: Movers | None = None
     """Movers of the NVMe tier alone: a disk that hangs holds up nothing else. None without that tier."""
     leases: LeaseTable = field(default_factory=LeaseTable)
@@ -65,6 +67,8 @@ class State:
 
     def movers_of(self, *tiers: Tier) -> Movers:
         """Who copies between these tiers."""
+        if self.device is not None and Tier.HBM in tiers:
+            return self.device
         return self.disk if self.disk is not None and Tier.NVME in tiers else self.movers
 
     def counters_of(self, tenant: str) -> Counters:
@@ -95,4 +99,12 @@ class State:
             if lease.quarantined and lease.tenant == tenant:
                 group = lease.namespace.spec.kv_groups[lease.kv_group]
                 total += len(lease.open_slots) * group.slot_bytes
+        for orphan in self.leases.orphans.values():
+            if orphan.tenant == tenant:
+                groups = orphan.namespace.spec.kv_groups
+                total += sum(
+                    len(piece.slots) * groups[piece.kv_group].slot_bytes
+                    for hold in orphan.shards.values()
+                    for piece in hold.pieces
+                )
         return total + sum(bad.slot_bytes for bad in self.bad_slots if bad.tenant == tenant)

@@ -24,6 +24,7 @@ from prefixd_server.base.types import (
     Tier,
 )
 from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
@@ -41,13 +42,20 @@ class Writing:
     """See the module."""
 
     def __init__(
-        self, state: State, sessions: Sessions, endings: Endings, room: Room, workload: Workload
+        self,
+        state: State,
+        sessions: Sessions,
+        endings: Endings,
+        room: Room,
+        workload: Workload,
+        hbm: HbmTier | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._endings = endings
         self._room = room
         self._workload = workload
+        self._hbm = hbm
 
     def reserve(
         self,
@@ -60,27 +68,32 @@ class Writing:
         hashes: Hashes,
         ttl_s: float | None,
         recompute_cost_s: float | None = None,
+        wanted: Tier = Tier.DRAM,
     ) -> Reserved:
         """Slots for the blocks of a run that are not kept yet; outcomes for all of them.
 
-        recompute_cost_s is the engine's hint of what recomputing the whole run would cost.
+        Args:
+            recompute_cost_s: the engine's hint of what recomputing the whole run would cost.
+            wanted: HBM for slots there, when there is room for all and the session can write to them.
         """
         self._state.refuse_when_draining()
         session = self._sessions.writer(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
         if recompute_cost_s is not None:
             namespace.recompute_s_per_block = recompute_cost_s / len(hashes)
-        admitted = self.admit(namespace, shard, kv_group, parent, hashes)
+        tier = wanted if self._hbm is not None and self._hbm.serves(session) else Tier.DRAM
+        admitted = self.admit(namespace, shard, kv_group, parent, hashes, tier)
         self._state.counters_of(tenant).declined += admitted.declined_count
         outcomes = admitted.outcomes()
         if len(admitted.slots) == 0:
             return Reserved(None, outcomes, (), admitted.reason, admitted.retry_after_s)
         ttl = self._state.lease_ttl_s(ttl_s)
-        lease = self._lease(session, namespace, shard, kv_group, admitted.slots, ttl)
-        table = self._state.catalog.slots[Tier.DRAM]
+        lease = self._lease(session, namespace, shard, kv_group, admitted, ttl)
+        table = self._state.catalog.slots[admitted.tier]
         extents = table.extents(admitted.slots, None, len(admitted.known))
+        devices = () if self._hbm is None else self._hbm.device_segments(session, extents)
         return Reserved(
-            LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s
+            LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s, devices
         )
 
     def commit(
@@ -100,15 +113,15 @@ class Writing:
         _check_order(lease, committed_before, len(checksums))
         end = lease.committed_count + len(checksums)
         slots = lease.slots[lease.committed_count : end]
-        done = self.publish(tenant, slots, checksums)
+        done = self.publish(tenant, slots, checksums, lease.tier)
         lease.committed_count = end
         if end == len(lease.slots):
             self._state.leases.end(lease)
         return done
 
-    def publish(self, tenant: str, slots: Slots, checksums: Checksums) -> Committed:
+    def publish(self, tenant: str, slots: Slots, checksums: Checksums, tier: Tier = Tier.DRAM) -> Committed:
         """Commits reserved slots and counts them."""
-        effect = self._state.apply(BlocksCommitted(Tier.DRAM, slots, checksums))
+        effect = self._state.apply(BlocksCommitted(tier, slots, checksums))
         visible = min(effect.visible_count, len(slots))
         waiting = len(slots) - visible - effect.dropped_count
         self._state.counters_of(tenant).committed += visible + waiting
@@ -125,7 +138,13 @@ class Writing:
     # -- admission -----------------------------------------------------------------------------
 
     def admit(
-        self, namespace: Namespace, shard: int, kv_group: int, parent: Hashes | None, hashes: Hashes
+        self,
+        namespace: Namespace,
+        shard: int,
+        kv_group: int,
+        parent: Hashes | None,
+        hashes: Hashes,
+        tier: Tier = Tier.DRAM,
     ) -> Admitted:
         """Finds what is kept, reserves slots and rows for the rest, as far as there is room."""
         catalog = self._state.catalog
@@ -149,30 +168,48 @@ class Writing:
         pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
         fresh = hashes[len(known) :]
         newcomers = self._workload.newcomers(namespace, fresh, above)
-        slots, reason = self._room.allocate_below(above, pool, missing, newcomers)
-        self._reserve(space, above, fresh, slots, newcomers)
-        return self._admitted(known, missing - len(slots), reason, slots)
+        slots, reason, tier = self._slots(tier, above, pool, missing, newcomers)
+        self._reserve(space, above, fresh, tier, slots, newcomers)
+        return self._admitted(known, missing - len(slots), reason, slots, tier)
 
-    def _reserve(self, space: int, above: int, fresh: Hashes, slots: Slots, newcomers: Newcomers) -> None:
+    def _slots(
+        self, tier: Tier, above: int, pool: int, count: int, newcomers: Newcomers
+    ) -> tuple[Slots, DeclineReason | None, Tier]:
+        """Slots in HBM for all of the blocks, when wanted and there are as many; else in DRAM."""
+        if tier is Tier.HBM and self._hbm is not None:
+            slots = self._hbm.allocate_below(above, pool, count)
+            if len(slots) == count:
+                return slots, None, Tier.HBM
+            self._state.catalog.slots[Tier.HBM].free(slots)
+        slots, reason = self._room.allocate_below(above, pool, count, newcomers)
+        return slots, reason, Tier.DRAM
+
+    def _reserve(
+        self, space: int, above: int, fresh: Hashes, tier: Tier, slots: Slots, newcomers: Newcomers
+    ) -> None:
         """Makes as many blocks known as there are slots, those of one history at a time."""
         first = 0
         for count, history, returned in newcomers.parts(len(slots)):
             part = slice(first, first + count)
             self._state.apply(
                 BlocksReserved(
-                    space, above, fresh[part], Tier.DRAM, slots[part], history, returned, newcomers.used_at
+                    space, above, fresh[part], tier, slots[part], history, returned, newcomers.used_at
                 )
             )
-            above = int(self._state.catalog.slots[Tier.DRAM].row[slots[first + count - 1]])
+            above = int(self._state.catalog.slots[tier].row[slots[first + count - 1]])
             first += count
 
     def _admitted(
-        self, known: Rows, declined: int, reason: DeclineReason | None, slots: Slots | None = None
+        self,
+        known: Rows,
+        declined: int,
+        reason: DeclineReason | None,
+        slots: Slots | None = None,
+        tier: Tier = Tier.DRAM,
     ) -> Admitted:
         committed = (self._state.catalog.columns.flags[known] & COMMITTED) != 0
-        return Admitted(
-            known, committed, np.zeros(0, np.uint32) if slots is None else slots, declined, reason
-        )
+        slots = np.zeros(0, np.uint32) if slots is None else slots
+        return Admitted(known, committed, tier, slots, declined, reason)
 
     def _space(self, namespace: Namespace, shard: int, kv_group: int) -> int:
         catalog = self._state.catalog
@@ -208,7 +245,13 @@ class Writing:
         return None
 
     def _lease(
-        self, session: Session, namespace: Namespace, shard: int, kv_group: int, slots: Slots, ttl_s: float
+        self,
+        session: Session,
+        namespace: Namespace,
+        shard: int,
+        kv_group: int,
+        admitted: Admitted,
+        ttl_s: float,
     ) -> WriteLease:
         lease = WriteLease(
             token=secrets.token_bytes(TOKEN_BYTES),
@@ -219,8 +262,8 @@ class Writing:
             namespace=namespace,
             shard=shard,
             kv_group=kv_group,
-            tier=Tier.DRAM,
-            slots=slots,
+            tier=admitted.tier,
+            slots=admitted.slots,
             taken_at_wall=self._state.clock.wall(),
             expires_at=self._state.clock.now() + ttl_s,
         )
@@ -231,18 +274,20 @@ class Writing:
 class Admitted:
     """What admission found and gave: known rows, then reserved slots, then declined blocks."""
 
-    __slots__ = ("_committed", "declined_count", "known", "reason", "slots")
+    __slots__ = ("_committed", "declined_count", "known", "reason", "slots", "tier")
 
     def __init__(
         self,
         known: Rows,
         committed: NDArray[np.bool_],
+        tier: Tier,
         slots: Slots,
         declined_count: int,
         reason: DeclineReason | None,
     ) -> None:
         self.known = known
         self._committed = committed
+        self.tier = tier
         self.slots = slots
         self.declined_count = declined_count
         self.reason = reason if declined_count else None

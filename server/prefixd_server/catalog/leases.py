@@ -84,10 +84,15 @@ class WriteLease:
 
 @dataclass(slots=True)
 class LeaseTable:
-    """Every live lease, by token; and every quarantined write lease."""
+    """Every live lease, by token; every quarantined write lease; and what ended reads leave in HBM.
+
+    An orphan is a read lease that ended without its holders' word: of each shard the HBM pieces are left,
+    still counted as leased, until the holder's word or death.
+    """
 
     reads: dict[bytes, ReadLease] = field(default_factory=dict)
     writes: dict[bytes, WriteLease] = field(default_factory=dict)
+    orphans: dict[bytes, ReadLease] = field(default_factory=dict)
     _expiries: list[tuple[float, bytes]] = field(default_factory=list)
 
     def add(self, lease: ReadLease | WriteLease) -> None:

@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -32,6 +33,18 @@ from prefixd_server.media.memfd import PREFAULT_PIECE_BYTES, Memfd
 ALLOCATION_THREAD_COUNT_MAX = 4
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")
+
+
+class Pinner(Protocol):
+    """Who page-locks memory for a device."""
+
+    def pin(self, address: int, length_bytes: int) -> None:
+        """Page-locks memory; pinning it again does nothing."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Ends it; nothing when it is not pinned."""
+        ...
 
 
 class DramMedium:
@@ -79,6 +92,9 @@ class DramMedium:
         self._page_kind = "huge-pages" if self._hugetlb else "pages"
         self.numa_nodes = self._nodes_in_use()
         """Nodes that the memory is on, ascending; empty where the kernel does not tell."""
+        self._pinner: Pinner | None = None
+        self._pinning = threading.Lock()
+        """Held while memory is pinned, unpinned or replaced."""
         self._prefaulter = threading.Thread(target=self._prefault_all, name="prefault", daemon=True)
         self._prefaulter.start()
 
@@ -125,12 +141,17 @@ class DramMedium:
         Raises:
             OSError: no memory; the segment is without memory until a later renew() succeeds.
         """
-        old = self._memory[segment_index]
-        self._prefaulted_bytes[segment_index] = 0
-        if old.is_open:
-            old.discard()
-            old.close()
-        fresh = self._memory[segment_index] = self._make()
+        with self._pinning:
+            old = self._memory[segment_index]
+            self._prefaulted_bytes[segment_index] = 0
+            if old.is_open:
+                if self._pinner is not None:
+                    self._pinner.unpin(old.address)
+                old.discard()
+                old.close()
+            fresh = self._memory[segment_index] = self._make()
+            if self._pinner is not None:
+                self._pinner.pin(fresh.address, self.segment_bytes)
         if self._prefault_wanted:
             self._prefault(segment_index, fresh)
 
@@ -140,6 +161,24 @@ class DramMedium:
         self._prefaulter.join()
         for memory in self._memory:
             memory.close()
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def pin_with(self, pinner: Pinner) -> None:
+        """Has all memory page-locked, now and after each renew(). Takes as long as touching it does."""
+        self._pinner = pinner
+        for index in range(self.segment_count):
+            with self._pinning:
+                if self._pinner is pinner and self._memory[index].is_open:
+                    pinner.pin(self._memory[index].address, self.segment_bytes)
+
+    def unpin(self) -> None:
+        """Ends pin_with(), before the memory or the device goes."""
+        with self._pinning:
+            pinner, self._pinner = self._pinner, None
+            for memory in self._memory:
+                if pinner is not None and memory.is_open:
+                    pinner.unpin(memory.address)
 
     # -- facts ---------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class HbmMedium:
             self._handles[segment_index] = gpu.export(address)
         except CudaFault as fault:
             # Something may still write there: the memory stays with the process.
-            self._break(fault)
+            self.give_up(fault)
             raise
         self._addresses[segment_index] = address
 
@@ -192,10 +192,11 @@ class HbmMedium:
         try:
             work()
         except CudaFault as fault:
-            self._break(fault)
+            self.give_up(fault)
             raise
 
-    def _break(self, fault: CudaFault) -> None:
+    def give_up(self, fault: CudaFault) -> None:
+        """Puts the device out of use for good; the first fault is what is told."""
         if self.fault is None:
             self.fault = fault
 

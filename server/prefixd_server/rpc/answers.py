@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -14,6 +15,7 @@ from prefixd_server.base.accounts import BlockInfo, Explanation, LeaseInfo, Name
 from prefixd_server.base.types import (
     Acquired,
     DeclineReason,
+    DeviceSegment,
     Extent,
     LeaseGrant,
     NamespaceRef,
@@ -68,6 +70,19 @@ def shard_extents(value: ShardExtents) -> types_pb2.ShardExtents:
     )
 
 
+def device_segments(values: Iterable[DeviceSegment]) -> list[types_pb2.DeviceSegment]:
+    """How segments in GPU memory are opened."""
+    return [
+        types_pb2.DeviceSegment(
+            segment_id=value.segment_id,
+            ipc_handle=value.ipc_handle,
+            device_uuid=value.device_uuid,
+            length_bytes=value.length_bytes,
+        )
+        for value in values
+    ]
+
+
 def tier_hits(run: RunHits) -> list[types_pb2.TierHit]:
     """Hits in run order."""
     return [types_pb2.TierHit(tier=wire_enum(tier), block_count=count) for tier, count in run.hits]
@@ -88,13 +103,16 @@ def acquired(value: Acquired, boot_id: bytes) -> wire.AcquireResponse:
         pending_block_count=value.run.pending_count,
         miss_block_count=value.run.miss_count,
         shard_extents=[shard_extents(item) for item in value.shard_extents],
+        device_segments=device_segments(value.device_segments),
     )
 
 
 def redeemed(value: Redeemed, boot_id: bytes) -> wire.RedeemResponse:
     """Answer of Redeem."""
     return wire.RedeemResponse(
-        lease=lease(value.lease, boot_id), shard_extents=[shard_extents(item) for item in value.shard_extents]
+        lease=lease(value.lease, boot_id),
+        shard_extents=[shard_extents(item) for item in value.shard_extents],
+        device_segments=device_segments(value.device_segments),
     )
 
 
@@ -109,6 +127,7 @@ def reserved(value: Reserved, boot_id: bytes) -> wire.ReserveResponse:
         extents=[extent(item) for item in value.extents],
         decline_reason=decline_reason(value.decline_reason),
         retry_after=None if value.retry_after_s is None else duration(value.retry_after_s),
+        device_segments=device_segments(value.device_segments),
     )
 
 

@@ -9,7 +9,7 @@ namespace_spec.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from prefixd_server.base.types import (
     NamespaceSpec,
     RequestPhase,
     StopReason,
+    Tier,
     UsageReport,
 )
 from prefixd_server.rpc import checks
@@ -35,6 +36,7 @@ FINGERPRINT_BYTES = 32
 TOKEN_COUNT_MAX = 4096
 REPORT_COUNT_MAX = 1024
 NAME_BYTES_MAX = 128
+DEVICE_COUNT_MAX = 64
 
 SpecOf = Callable[[NamespaceRef], NamespaceSpec]
 """The spec of a namespace of the tenant; raises NotFound or StateConflict."""
@@ -57,6 +59,7 @@ class Hello:
     engine_name: str
     client_version: str
     pid: int
+    readable_devices: frozenset[str]
 
 
 def namespace_ref(ref: types_pb2.NamespaceRef) -> NamespaceRef:
@@ -78,7 +81,21 @@ def hello(message: wire.OpenSessionRequest) -> Hello:
         checks.utf8("hello.engine_name", body.engine_name, NAME_BYTES_MAX),
         checks.utf8("hello.client_version", body.client_version, NAME_BYTES_MAX),
         body.pid,
+        _devices(body.readable_devices),
     )
+
+
+def _devices(names: Sequence[str]) -> frozenset[str]:
+    """UUIDs of GPUs, few and short: what they are is compared and nothing else."""
+    checks.within("hello.readable_devices", len(names), 0, DEVICE_COUNT_MAX)
+    return frozenset(checks.utf8("hello.readable_devices", name, NAME_BYTES_MAX) for name in names)
+
+
+def wanted_tier(value: int) -> Tier:
+    """Where a Reserve would write."""
+    if value not in {0, Tier.DRAM, Tier.HBM}:
+        raise checks.invalid("wanted_tier", value, "must be TIER_HBM or TIER_DRAM")
+    return Tier(value or Tier.DRAM)
 
 
 def heartbeat(message: wire.OpenSessionRequest) -> list[bytes]:

@@ -67,6 +67,7 @@ class SessionStream:
             hello.client_version,
             hello.pid,
             self._seat.local,
+            hello.readable_devices,
         )
 
     def _opened(self, session: Session) -> wire.OpenSessionResponse:
