@@ -352,6 +352,13 @@ def test_a_socket_is_given_to_the_group(path: Path) -> None:
     made.close()
 
 
+def test_a_group_may_be_a_number_where_names_are_not_known(path: Path) -> None:
+    bind_unix(path, socket.SOCK_STREAM, 0o660, str(os.getgid())).close()
+    assert path.stat().st_gid == os.getgid()
+    with pytest.raises(ConfigError, match="not a member"):
+        bind_unix(path.with_name("q"), socket.SOCK_STREAM, 0o660, str(1 << 40))
+
+
 def test_an_unknown_group_is_refused_with_the_remedy(path: Path) -> None:
     with pytest.raises(ConfigError, match="no such group"):
         bind_unix(path, socket.SOCK_STREAM, 0o660, "no-such-group-here")

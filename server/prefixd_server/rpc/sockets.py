@@ -23,7 +23,7 @@ def publish(temporary: Path, path: Path, mode: int, group: str) -> None:
     Args:
         temporary: where it was made, in a directory that only we can enter.
         mode: permission bits.
-        group: name of its group; empty keeps the daemon's own.
+        group: name or number of its group; empty keeps the daemon's own.
 
     Raises:
         ConfigError: SOCKET_GROUP, for a group that is not known or not ours to give;
@@ -72,8 +72,9 @@ def bind_unix(path: Path, kind: int, mode: int, group: str) -> socket.socket:
 
 def _give(temporary: Path, path: Path, group: str) -> None:
     try:
-        os.chown(temporary, -1, grp.getgrnam(group).gr_gid)
-    except (KeyError, OSError) as error:
+        # A number where no name is known, as in a container.
+        os.chown(temporary, -1, int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid)
+    except (KeyError, OSError, OverflowError) as error:
         why = (
             "there is no such group"
             if isinstance(error, KeyError)
