@@ -26,7 +26,7 @@ class Drive:
     """One queue, served in order, with a governor before it."""
 
     def __init__(self, share: float = 0.5) -> None:
-        self.pace = Pace(TARGET_S, now())
+        self.pace = Pace(TARGET_S)
         self.governor = Governor("test", share, self.pace)
         self._queue = asyncio.Lock()
         self.order: list[str] = []
@@ -196,7 +196,7 @@ def test_in_a_quiet_period_there_is_no_background_work_and_demand_goes_on() -> N
 
 
 def test_an_engine_can_end_its_own_quiet_period_and_no_other() -> None:
-    pace = Pace(0.0, 0.0)
+    pace = Pace(0.0)
     pace.keep_quiet("one", 10.0, 0.0)
     pace.keep_quiet("other", 600.0, 0.0)
     pace.keep_quiet("one", 0.0, 1.0)

@@ -20,12 +20,15 @@ from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
+from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
+from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
+from prefixd_server.cache.scheduler import Scheduler
 from prefixd_server.cache.sessions import Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.storage import Storage
@@ -84,23 +87,7 @@ def build_cache(
     medium = _open_nvme(config, clock, disk.files)
     if medium is not None:
         tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
-    durable = frozenset({Tier.NVME}) & tables.keys()
-    importance = ImportancePolicy()
-    policies: dict[str, DaemonPolicy] = {policy.name: policy for policy in (importance, LruPolicy())}
-    state = State(
-        catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
-        policy=policies[config.policy.name],
-        policies=policies,
-        learner=importance,
-        dram=dram,
-        media={Tier.DRAM: dram} if medium is None else {Tier.DRAM: dram, Tier.NVME: medium},
-        movers=movers,
-        clock=clock,
-        limits=config.leases,
-        rng=np.random.default_rng(seed),
-        drain_timeout_s=config.drain.timeout_s,
-        boot_id=secrets.token_bytes(BOOT_ID_BYTES),
-    )
+    state = _state(config, clock, movers, seed, dram, medium, tables)
     endings = Endings(state)
     epochs = Epochs(config.server.data_dir, clock)
     sessions = Sessions(config.leases.session_count_max, endings)
@@ -110,11 +97,18 @@ def build_cache(
     workload = Workload(state, watchers)
     verifier = Verifier(state)
     bad_copies = BadCopies(state, sessions, endings)
+    migration = Migration(state, config.migration)
+    copier = Copier(state, bad_copies, migration.governors)
     nvme = transfers = None
     if medium is not None:
         nvme = _nvme_tier(config, state, room, medium, disk)
-        transfers = Transfers(state, room, nvme, Copier(state, bad_copies))
-    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload)
+        transfers = Transfers(state, room, nvme, copier, migration)
+    prefetching = Prefetching(state, sessions, transfers, config.migration)
+    storage = None
+    if nvme is not None and transfers is not None:
+        scheduler = Scheduler(state, nvme, transfers, migration, prefetching)
+        storage = Storage(state, nvme, transfers, epochs, scheduler)
+    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching)
     writing = Writing(state, sessions, endings, room, workload)
     return Cache(
         state=state,
@@ -127,12 +121,43 @@ def build_cache(
         reading=reading,
         writing=writing,
         portable=Portable(state, reading, writing, verifier, bad_copies, workload),
-        usage=Usage(state, sessions, workload),
+        usage=Usage(state, sessions, workload, migration, prefetching),
         administration=Administration(state, sessions, endings, room, epochs, nvme, clock.now()),
-        storage=None if nvme is None or transfers is None else Storage(state, nvme, transfers, epochs),
+        storage=storage,
+        migration=migration,
+        prefetching=prefetching,
         watchers=watchers,
         explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
+    )
+
+
+def _state(
+    config: Config,
+    clock: Clock,
+    movers: Movers,
+    seed: int | None,
+    dram: DramMedium,
+    nvme: NvmeMedium | None,
+    tables: dict[Tier, SlotTable],
+) -> State:
+    """What the rooms share."""
+    durable = frozenset({Tier.NVME}) & tables.keys()
+    importance = ImportancePolicy()
+    policies: dict[str, DaemonPolicy] = {policy.name: policy for policy in (importance, LruPolicy())}
+    return State(
+        catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
+        policy=policies[config.policy.name],
+        policies=policies,
+        learner=importance,
+        dram=dram,
+        media={Tier.DRAM: dram} if nvme is None else {Tier.DRAM: dram, Tier.NVME: nvme},
+        movers=movers,
+        clock=clock,
+        limits=config.leases,
+        rng=np.random.default_rng(seed),
+        drain_timeout_s=config.drain.timeout_s,
+        boot_id=secrets.token_bytes(BOOT_ID_BYTES),
     )
 
 

@@ -18,7 +18,9 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
+from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.portable import Portable
+from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -50,6 +52,8 @@ class Cache:
         usage: Usage,
         administration: Administration,
         storage: Storage | None,
+        migration: Migration,
+        prefetching: Prefetching,
         companions: Companions,
         watchers: Watchers,
         explaining: Explaining,
@@ -67,6 +71,10 @@ class Cache:
         self.boot_id = state.boot_id
         self.limits = state.limits
         self.storage = storage
+        self.migration = migration
+        self.prefetching = prefetching
+        self.prefetch = prefetching.ask
+        self.cancel_prefetches = prefetching.cancel
         self.lookup = reading.lookup
         self.wait_for = reading.wait_for
         self.acquire = reading.acquire
@@ -123,7 +131,7 @@ class Cache:
 
     def check(self) -> list[str]:
         """Verifies every cross-link and identity; what is wrong, in words."""
-        return self.state.catalog.check() + self._check_leases()
+        return self.state.catalog.check() + self._check_leases() + self.prefetching.check()
 
     def start(self) -> None:
         """Starts the background tasks on the running loop."""
@@ -139,6 +147,7 @@ class Cache:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self.migration.hurry()
         if self.storage is not None:
             await self.storage.close()
         await self.state.movers.drain()
@@ -154,6 +163,9 @@ class Cache:
     def step(self) -> None:
         """One round of housekeeping: expiries, then dropped namespaces, in bounded steps."""
         self._endings.expire(self.state.clock.now())
+        self.prefetching.expire()
+        if self.storage is None:
+            self.prefetching.bring(False, None)
         if self.room.has_garbage:
             self.room.reclaim()
 

@@ -14,14 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import Checksums, Slots, Tier
+from prefixd_server.base.work import Errand, Urgency
 from prefixd_server.cache.bad_copies import BadCopies
+from prefixd_server.cache.governor import Governors
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.media.medium import Medium
-from prefixd_server.media.movers import CopyJob
+from prefixd_server.media.movers import CopyJob, CopyResult
 
 IO_BYTES_MAX = 8 << 20
 """Bytes of one read or write: long enough for the disk's speed, short enough for the next in the queue."""
+BACKGROUND_IO_BYTES_MAX = IO_BYTES_MAX // 2
+"""Of one in the background: demand that comes meanwhile waits for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,18 +63,22 @@ class Copied:
 class Copier:
     """See the module."""
 
-    def __init__(self, state: State, bad_copies: BadCopies) -> None:
+    def __init__(self, state: State, bad_copies: BadCopies, governors: Governors) -> None:
         self._state = state
         self._bad_copies = bad_copies
+        self._governors = governors
 
-    async def copy(self, batch: Batch) -> Copied:
-        """Has movers copy and verify the batch. Raises FAULTS, once nothing of it is under way any more."""
+    async def copy(self, batch: Batch, errand: Errand) -> Copied:
+        """Has movers copy and verify the batch, when the link's governor lets them.
+
+        Raises FAULTS, once nothing of it is under way any more.
+        """
         good, bad, unreadable = np.zeros((3, len(batch.source_slots)), dtype=np.bool_)
         faults = []
-        spans = self._spans(batch)
-        movers = self._state.movers_of(batch.source, batch.target)
+        urgent = errand.urgency is Urgency.DEMAND
+        spans = self._spans(batch, IO_BYTES_MAX if urgent else BACKGROUND_IO_BYTES_MAX)
         results = await asyncio.gather(
-            *(movers.run(self._job(batch, first, end)) for first, end in spans), return_exceptions=True
+            *(self._copy_span(batch, errand, first, end) for first, end in spans), return_exceptions=True
         )
         for (first, end), result in zip(spans, results, strict=True):
             if isinstance(result, BaseException):
@@ -86,15 +94,24 @@ class Copier:
             self.forget_lost(batch, copied)
         return copied
 
-    def _spans(self, batch: Batch) -> list[tuple[int, int]]:
-        """Pieces of the batch that are consecutive on both sides, of at most IO_BYTES_MAX."""
+    async def _copy_span(self, batch: Batch, errand: Errand, first: int, end: int) -> CopyResult:
+        job = self._job(batch, first, end)
+        movers = self._state.movers_of(batch.source, batch.target)
+        governor = self._governors.get(frozenset((batch.source, batch.target)))
+        if governor is None:
+            return await movers.run(job)
+        async with governor.turn(errand, (end - first) * job.stride_bytes, batch.source.name):
+            return await movers.run(job)
+
+    def _spans(self, batch: Batch, bytes_max: int) -> list[tuple[int, int]]:
+        """Pieces of the batch that are consecutive on both sides, of at most `bytes_max`."""
         tables = self._state.catalog.slots
         count = len(batch.source_slots)
         breaks = np.zeros(count, dtype=np.bool_)
         for tier, slots in ((batch.source, batch.source_slots), (batch.target, batch.target_slots)):
             stride = np.uint32(tables[tier].stride)
             breaks[1:] |= (slots[1:] != slots[:-1] + np.uint32(1)) | (slots[1:] % stride == 0)
-        longest = max(1, IO_BYTES_MAX // tables[batch.source].slot_bytes_of(int(batch.source_slots[0])))
+        longest = max(1, bytes_max // tables[batch.source].slot_bytes_of(int(batch.source_slots[0])))
         edges = [0, *np.flatnonzero(breaks).tolist(), count]
         return [
             (at, min(at + longest, end))

@@ -11,10 +11,12 @@ Copies are governed, not their planning: what is to be copied is the scheduler's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeAlias
 
 from prefixd_server.base.traffic import LinkStats
+from prefixd_server.base.types import Tier
 from prefixd_server.base.work import Errand, Urgency
 from prefixd_server.cache.link_rate import LinkRate
 from prefixd_server.cache.pace import Pace
@@ -27,6 +29,10 @@ WAIT_S_MAX = 0.1
 """How late a change of pace is noticed."""
 RATE_S = 1.0
 """Time over which demand's part of the link is averaged."""
+
+
+Governors: TypeAlias = Mapping[frozenset[Tier], "Governor"]
+"""By the two tiers of the link; copies between others go ungoverned."""
 
 
 class Governor:
@@ -95,6 +101,10 @@ class Governor:
         """When bytes that are asked for now will have arrived; None while the rate is not known."""
         rate = self._rate(direction).bytes_per_s
         return None if rate is None else (size_bytes + self._ahead_bytes.get(direction, 0)) / rate
+
+    def bytes_per_s(self, direction: str) -> float | None:
+        """As measured while busy; None while it is not known."""
+        return self._rate(direction).bytes_per_s
 
     def stats(self) -> LinkStats:
         """For people."""

@@ -31,13 +31,12 @@ class Pace:
 
     Args:
         target_s: p99 of the decode latency that is borne, seconds per output token; 0 for any.
-        now: when it begins.
     """
 
-    def __init__(self, target_s: float, now: float) -> None:
+    def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self._factor = 1.0
-        self._stepped_at = now
+        self._stepped_at: float | None = None
         self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLE_COUNT_MAX)
         self._quiet_until: dict[str, float] = {}
 
@@ -67,6 +66,8 @@ class Pace:
         """Part of the background's share that it may have now, 0 to 1."""
         if self.quiet_for(now) > 0:
             return 0.0
+        if self._stepped_at is None:
+            self._stepped_at = now
         steps = int((now - self._stepped_at) / STEP_S)
         if steps > 0:
             self._stepped_at = now if steps > 1 else self._stepped_at + STEP_S

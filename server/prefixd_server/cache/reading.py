@@ -31,8 +31,10 @@ from prefixd_server.base.types import (
     ShardExtents,
     Tier,
 )
+from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
@@ -48,6 +50,8 @@ STORED_TIERS = (*READABLE_TIERS, Tier.NVME)
 WARM_BYTES = 32 << 20
 WARM_BLOCK_COUNT_MIN = 4
 """How much of a cold run is brought at once, per shard and KV group."""
+HOT_WINDOW_COUNT = 8
+"""As many times that much of one that will be used again soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Reading:
         bad_copies: BadCopies,
         transfers: Transfers | None,
         workload: Workload,
+        prefetching: Prefetching,
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -89,6 +94,7 @@ class Reading:
         self._bad_copies = bad_copies
         self._transfers = transfers
         self._workload = workload
+        self._prefetching = prefetching
 
     def lookup(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> RunHits:
         """What would hit; changes nothing."""
@@ -126,13 +132,16 @@ class Reading:
         run = found.run(len(hashes))
         self.count(tenant, run)
         self._warm(found)
+        self._warm_hot(found)
         self._workload.used((tenant, session.instance_id, request_id), namespace, hashes, found.rows)
         if found.hit_count <= skip_count:
+            self._prefetching.acquired(session, namespace, hashes, request_id, None)
             return Acquired(run, None)
         if self._state.leases.live_count(tenant) >= self._state.limits.lease_count_max:
             raise _too_many_leases(self._state.limits.lease_count_max)
         ttl = self._state.lease_ttl_s(ttl_s)
         lease = self._lease(session, namespace, found, skip_count, ttl)
+        self._prefetching.acquired(session, namespace, hashes, request_id, lease)
         extents = tuple(e for shard in redeem_shards for e in self._extents(lease, shard))
         return Acquired(run, LeaseGrant(lease.token, ttl), extents)
 
@@ -193,10 +202,23 @@ class Reading:
             return []
         coming = []
         for rows in found.rows.values():
-            slot_bytes = self._state.catalog.slot_bytes_of_row(int(rows[0]))
-            window = max(WARM_BLOCK_COUNT_MIN, WARM_BYTES // slot_bytes)
-            coming += self._transfers.promote(rows[found.hit_count : found.known_count][:window])
+            first = rows[found.hit_count : found.known_count][: self._window(rows)]
+            coming += self._transfers.promote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
         return coming
+
+    def _warm_hot(self, found: Found) -> None:
+        """Brings what lies behind the first blocks in the background, where it will be used again soon."""
+        if self._transfers is None or found.known_count == found.hit_count:
+            return
+        for rows in found.rows.values():
+            window = self._window(rows)
+            rest = rows[found.hit_count : found.known_count][window : HOT_WINDOW_COUNT * window]
+            if len(rest):
+                self._transfers.promote_hot(rest)
+
+    def _window(self, rows: Rows) -> int:
+        """Blocks that are brought at once."""
+        return max(WARM_BLOCK_COUNT_MIN, WARM_BYTES // self._state.catalog.slot_bytes_of_row(int(rows[0])))
 
     def _find(
         self,

@@ -1,10 +1,10 @@
-"""The background tick: copies what DRAM will lose next to NVMe, before it must.
+"""The background tick: brings what queued requests need, and copies what DRAM will lose next to NVMe.
 
-Each tick looks at every pool whose free slots have fallen below the watermark,
-asks the policy what would go next, and demotes what NVMe does not have yet,
-ancestors first, so that what survives a restart is whole. A few batches are under
-way at a time: while one waits for the index, the next is written. Eviction then
-drops DRAM copies without waiting.
+Each tick first lets the prefetches go on (prefetching.py). Then it looks at every
+pool that is above its high-water mark, asks the policy what would go next, and
+demotes what NVMe does not have yet, ancestors first, so that what survives a restart
+is whole. A few batches are under way at a time: while one waits for the index, the
+next is written. Eviction then drops DRAM copies without waiting.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import asyncio
 import numpy as np
 
 from prefixd_server.base.types import NO_SLOT, Rows, Tier
+from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.nvme_tier import NvmeTier
+from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
+from prefixd_server.policy.placement import Watermarks, demotion_count
 
-TICK_INTERVAL_S = 0.02
-HIGH_WATER_SHARE = 1 / 8
-"""Below this share of free slots (and of slots whose blocks NVMe has), a pool's oldest blocks are demoted."""
+TICK_INTERVAL_S = 0.01
+BATCH_SHARE_MAX = 1 / 8
+"""Of a pool that one batch takes: while it is under way its blocks cannot go."""
 BATCH_BYTES_MAX = 64 << 20
 """Bytes demoted in one batch: one flush and one index commit for all of it."""
 BATCHES_UNDER_WAY_MAX = 3
@@ -30,16 +33,27 @@ BATCHES_UNDER_WAY_MAX = 3
 class Scheduler:
     """See the module."""
 
-    def __init__(self, state: State, nvme: NvmeTier, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        state: State,
+        nvme: NvmeTier,
+        transfers: Transfers,
+        migration: Migration,
+        prefetching: Prefetching,
+    ) -> None:
         self._state = state
         self._nvme = nvme
         self._transfers = transfers
+        self._migration = migration
+        self._prefetching = prefetching
+        config = migration.config
+        self._marks = Watermarks(config.high_water, config.low_water)
         self._demotions: set[asyncio.Task[int]] = set()
 
     async def run(self) -> None:
         """Ticks for ever; ends when cancelled. What it has begun goes on, and is the transfers' to end."""
         while True:
-            self.begin()
+            self._step()
             worked = False
             if self._demotions:
                 done, _ = await asyncio.wait(
@@ -51,10 +65,18 @@ class Scheduler:
 
     async def tick(self) -> bool:
         """One round over all pools, to its end; whether anything was demoted."""
-        begun = self.begin()
+        begun = self._step()
         return any([await task > 0 for task in begun])
 
-    def begin(self) -> list[asyncio.Task[int]]:
+    def _step(self) -> list[asyncio.Task[int]]:
+        """Begins what is due, the requests that wait in engines' queues first; the demotions begun."""
+        may_begin = self._migration.observe()
+        if self._nvme.health.readable:
+            rate = self._migration.governors[DRAM_NVME].bytes_per_s(Tier.NVME.name)
+            self._prefetching.bring(may_begin, rate)
+        return self._begin_demotions() if may_begin else []
+
+    def _begin_demotions(self) -> list[asyncio.Task[int]]:
         """Starts what is to be demoted now, as many batches as may be under way."""
         begun: list[asyncio.Task[int]] = []
         if not self._nvme.health.writable:
@@ -81,7 +103,7 @@ class Scheduler:
         """What of the pool is to be demoted and is not under way yet: one array a space, parents first."""
         catalog = self._state.catalog
         table = catalog.slots[Tier.DRAM]
-        wanted = int(table.slot_count(pool) * HIGH_WATER_SHARE) - table.free_count(pool)
+        wanted = demotion_count(table.slot_count(pool), table.free_count(pool), self._marks)
         wanted = min(wanted, BATCHES_UNDER_WAY_MAX * self._batch_count(pool))
         if wanted <= 0:
             return []
@@ -101,4 +123,6 @@ class Scheduler:
 
     def _batch_count(self, pool: int) -> int:
         """Blocks of one batch."""
-        return max(1, BATCH_BYTES_MAX // self._state.catalog.namespaces.pool_of(pool).slot_bytes)
+        catalog = self._state.catalog
+        most = int(catalog.slots[Tier.DRAM].slot_count(pool) * BATCH_SHARE_MAX)
+        return max(1, min(most, BATCH_BYTES_MAX // catalog.namespaces.pool_of(pool).slot_bytes))

@@ -17,12 +17,14 @@ from prefixd_server.cache.transfers import Transfers
 class Storage:
     """See the module."""
 
-    def __init__(self, state: State, nvme: NvmeTier, transfers: Transfers, epochs: Epochs) -> None:
+    def __init__(
+        self, state: State, nvme: NvmeTier, transfers: Transfers, epochs: Epochs, scheduler: Scheduler
+    ) -> None:
         self._state = state
         self.nvme = nvme
         self.transfers = transfers
         self.recovery = Recovery(state, nvme, epochs)
-        self.scheduler = Scheduler(state, nvme, transfers)
+        self.scheduler = scheduler
 
     async def run(self) -> None:
         """Recovers, then works for ever; ends when cancelled, or when the index is refused."""

@@ -20,7 +20,9 @@ from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
+from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.copying import Batch, Copied, Copier
+from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
@@ -36,6 +38,7 @@ from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.index.line import IndexUnavailable
 from prefixd_server.index.records import Records, seal
 from prefixd_server.media.movers import CallJob
+from prefixd_server.policy.placement import worth_promoting
 
 R = TypeVar("R")
 
@@ -46,13 +49,18 @@ FAULTS = (OSError, IndexUnavailable, LimitReached, Unavailable)
 class Transfers:
     """See the module."""
 
-    def __init__(self, state: State, room: Room, nvme: NvmeTier, copier: Copier) -> None:
+    def __init__(
+        self, state: State, room: Room, nvme: NvmeTier, copier: Copier, migration: Migration
+    ) -> None:
         self._state = state
         self._room = room
         self._nvme = nvme
         self._copier = copier
+        self._migration = migration
         self._arriving: dict[int, asyncio.Future[None]] = {}
         """By DRAM slot: done when the promotion that fills it has ended."""
+        self._errands: dict[asyncio.Future[None], Errand] = {}
+        """Of those promotions."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self.claimed: set[int] = set()
         """Rows on their way to NVMe, from the plan on."""
@@ -126,9 +134,12 @@ class Transfers:
         seal(records)
         self._state.apply(CopyStarted(Tier.NVME, rows, slots))
         self._state.apply(CopiesLeased(Tier.DRAM, dram))
+        failpoint("demotion.begun")
         recording = settled = False
         try:
-            good = (await self._copier.copy(batch)).good
+            errand = Errand(Urgency.DEMOTION, Reason.WATERMARK)
+            log.debug("demotion", reason=errand.reason.value, blocks=len(rows))
+            good = (await self._copier.copy(batch, errand)).good
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             movers = self._state.movers_of(Tier.NVME)
             await movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
@@ -139,6 +150,7 @@ class Transfers:
             failpoint("demotion.recorded")
             settled = True
             published = self._settle(records, slots, count)
+            failpoint("demotion.published")
         finally:
             if recording and not settled:
                 # Whether the records are durable is not known: they are deleted before the slots are free.
@@ -147,7 +159,9 @@ class Transfers:
             elif not settled:
                 self._state.apply(CopyAbandoned(Tier.NVME, slots))
             self._state.apply(CopiesReleased(Tier.DRAM, dram))
-        self._nvme.written_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
+        slot_bytes = table.slot_bytes_of(int(slots[0]))
+        self._nvme.written_bytes += len(slots) * slot_bytes
+        self._migration.count(Reason.WATERMARK, published, published * slot_bytes)
         return published
 
     def _settle(self, records: Records, slots: Slots, count: int) -> int:
@@ -165,14 +179,18 @@ class Transfers:
 
     # -- promotion -----------------------------------------------------------------------------
 
-    def promote(self, rows: Rows) -> list[asyncio.Future[None]]:
+    def promote(self, rows: Rows, errand: Errand) -> list[asyncio.Future[None]]:
         """Starts to copy blocks of one space, in run order, from NVMe to DRAM, as far as there is room.
+
+        Args:
+            errand: why and how urgently; what is under way already becomes as urgent.
 
         Returns:
             What to wait for, those under way already included; empty when nothing comes.
         """
         catalog = self._state.catalog
         waits = self._under_way(rows)
+        self._urge(waits, errand.urgency)
         stored = catalog.columns.slot[Tier.NVME][rows]
         cold = (catalog.columns.slot[Tier.DRAM][rows] == NO_SLOT) & (stored != NO_SLOT)
         rows, stored = rows[cold], stored[cold]
@@ -202,19 +220,42 @@ class Transfers:
         )
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arriving.update(dict.fromkeys(slots.tolist(), arrival))
-        self._kept(asyncio.ensure_future(self._read(batch, arrival)))
+        self._errands[arrival] = errand
+        log.debug("promotion", reason=errand.reason.value, blocks=len(rows))
+        self._kept(asyncio.ensure_future(self._read(batch, arrival, errand)))
         return [*waits, arrival]
+
+    def promote_hot(self, rows: Rows) -> None:
+        """Brings the rest of a run that a request is about to use, where more uses are expected soon."""
+        catalog, config = self._state.catalog, self._migration.config
+        node = int(catalog.columns.node[rows[0]])
+        gap_s = self._state.clock.now() - float(catalog.tree.last_use[node])
+        use_count = int(catalog.tree.use_count[node]) + 1
+        hot = worth_promoting(use_count, gap_s, config.promotion_window_s)
+        if hot and self._migration.background_may_begin:
+            self.promote(rows, Errand(Urgency.PREFETCH, Reason.HOT))
 
     def _under_way(self, rows: Rows) -> list[asyncio.Future[None]]:
         slots = self._state.catalog.columns.slot[Tier.DRAM][rows].tolist()
         return list({id(f): f for slot in slots if (f := self._arriving.get(slot)) is not None}.values())
 
-    async def _read(self, batch: Batch, arrival: asyncio.Future[None]) -> None:
+    def _urge(self, arrivals: list[asyncio.Future[None]], urgency: Urgency) -> None:
+        """Somebody waits for these: they are as urgent as that from now on."""
+        urged = False
+        for arrival in arrivals:
+            errand = self._errands.get(arrival)
+            if errand is not None and errand.urgency > urgency:
+                errand.urgency = urgency
+                urged = True
+        if urged:
+            self._migration.governors[DRAM_NVME].urged()
+
+    async def _read(self, batch: Batch, arrival: asyncio.Future[None], errand: Errand) -> None:
         table = self._state.catalog.slots[Tier.DRAM]
         slots = batch.target_slots
         copied: Copied | None = None
         try:
-            copied = await self._copier.copy(batch)
+            copied = await self._copier.copy(batch, errand)
         except FAULTS as error:
             self._nvme.health.failed(error)
         finally:
@@ -224,12 +265,15 @@ class Transfers:
             kept[0 if copied is None else leading(copied.good) :] = False
             if kept.any():
                 self._state.apply(CopyPublished(Tier.DRAM, rows[kept], slots[kept]))
+                slot_bytes = table.slot_bytes_of(int(slots[0]))
+                self._migration.count(errand.reason, int(kept.sum()), int(kept.sum()) * slot_bytes)
             if not kept.all():
                 self._state.apply(CopyAbandoned(Tier.DRAM, slots[~kept]))
             self._state.apply(CopiesReleased(Tier.NVME, batch.source_slots))
             if copied is not None:
                 self._nvme.health.read(copied.bad, copied.unreadable, copied.faults)
                 self._copier.forget_lost(batch, copied)
+            del self._errands[arrival]
             self._arrived(slots, arrival)
         self._nvme.read_bytes += len(slots) * table.slot_bytes_of(int(slots[0]))
 

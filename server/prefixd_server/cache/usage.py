@@ -5,6 +5,8 @@ from __future__ import annotations
 from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, Hashes, RequestPhase, Rows, UsageReport
+from prefixd_server.cache.migration import Migration
+from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.workload import Workload
@@ -15,14 +17,31 @@ from prefixd_server.catalog.namespaces import Namespace
 class Usage:
     """See the module."""
 
-    def __init__(self, state: State, sessions: Sessions, workload: Workload) -> None:
+    def __init__(
+        self,
+        state: State,
+        sessions: Sessions,
+        workload: Workload,
+        migration: Migration,
+        prefetching: Prefetching,
+    ) -> None:
         self._state = state
         self._sessions = sessions
         self._workload = workload
+        self._migration = migration
+        self._prefetching = prefetching
 
-    def report(self, tenant: str, session_id: bytes, reports: list[UsageReport]) -> int:
-        """Takes the reports whose namespace is known; how many."""
+    def report(
+        self, tenant: str, session_id: bytes, reports: list[UsageReport], quiet_s: float | None = None
+    ) -> int:
+        """Takes the reports whose namespace is known; how many.
+
+        Args:
+            quiet_s: so long from now the engine wants no background copies; 0 ends such a time.
+        """
         session = self._sessions.get(tenant, session_id)
+        if quiet_s is not None:
+            self._migration.keep_quiet(session.instance_id, quiet_s)
         return sum(self._take(session, report) for report in reports)
 
     def _take(self, session: Session, report: UsageReport) -> bool:
@@ -34,7 +53,11 @@ class Usage:
         if report.phase is RequestPhase.QUEUED:
             if report.hashes is not None:
                 self._workload.queued(name, namespace, report.hashes)
+            self._prefetching.queued(
+                session, namespace, report.request_id, report.hashes, report.queue_position
+            )
             return True
+        self._prefetching.began(session, report.request_id)
         run = report.hashes if report.hashes is not None else self._workload.run_of(name)
         if run is not None and not self._workload.was_used(name):
             self._workload.used(name, namespace, run, self._parts(namespace, run))
@@ -45,6 +68,8 @@ class Usage:
                     self._state.apply(AttentionObserved(path, report.attention_mass[: len(path)]))
         if report.phase is RequestPhase.FINISHED:
             _measure(session, report)
+            if report.decode_latency_s:
+                self._migration.decoded(report.decode_latency_s)
             self._workload.ended(name, report.output_token_count, report.stop_reason)
         return True
 

@@ -53,6 +53,8 @@ class SegmentTable:
         length = self.stride * segment_count
         self.state: NDArray[np.uint8] = reserve(np.uint8, length)
         self.leases: NDArray[np.uint32] = reserve(np.uint32, length)
+        self.leased_count = 0
+        """Slots with a lease or more."""
         self.row: NDArray[np.int32] = reserve(np.int32, length)
         """Row of the block whose copy the slot holds, else NO_ROW; meaningless where no pool is served."""
         self._segments = [Segment() for _ in range(segment_count)]

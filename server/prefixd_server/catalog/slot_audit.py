@@ -24,6 +24,11 @@ def audit_slots(
     """What is wrong, in words; empty when everything holds."""
     problems = []
     name = table.tier.name
+    leased = sum(
+        int(np.count_nonzero(table.leases[table.slots_in(segment)])) for segment in range(table.segment_count)
+    )
+    if leased != table.leased_count:
+        problems.append(f"{name}: {table.leased_count} slots are counted as leased, there are {leased}")
     listed = {segment: pool for pool, segments in segments_of.items() for segment in segments}
     for segment in range(table.segment_count):
         record = table.segment(segment)

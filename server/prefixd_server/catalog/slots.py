@@ -100,14 +100,18 @@ class SlotTable(SegmentTable):
     def lease(self, slots: Slots) -> None:
         """One more lease on each of the slots, which are RESIDENT."""
         self._expect(slots, (_RESIDENT,))
-        self.leases[slots] += np.uint32(1)
+        before = self.leases[slots]
+        self.leases[slots] = before + np.uint32(1)
+        self.leased_count += len(slots) - int(np.count_nonzero(before))
 
     def unlease(self, slots: Slots) -> Slots:
         """One lease less on each of the slots; the doomed ones that became FREE by it are returned."""
         before = self.leases[slots]
         assert before.all(), "a slot was unleased more often than leased"
         self.leases[slots] = before - np.uint32(1)
-        doomed = (before == 1) & self._doomed(slots)
+        last = before == 1
+        self.leased_count -= int(np.count_nonzero(last))
+        doomed = last & self._doomed(slots)
         if not doomed.any():
             return slots[:0]
         gone: Slots = slots[doomed]
