@@ -45,7 +45,9 @@ class ServerConfig:
         mode(),
         "Permission bits of that socket: the owner and one group, since the socket is the identity.",
     )
-    socket_group: str = option("", text(), "Group of that socket; empty keeps the daemon's own group.")
+    socket_group: str = option(
+        "", text(), "Group of that socket, name or number; empty keeps the daemon's own."
+    )
     tenant: str = option(
         "default",
         text(max_length=64, allow_empty=False),
@@ -86,7 +88,7 @@ class TenantConfig:
     name: str = option("", text(max_length=64, allow_empty=False), "Name in logs and metrics.")
     socket: Path | None = option(None, path(), "Its unix socket; whoever may open it is this tenant.")
     mode: int = option(0o660, mode(), "Permission bits of the socket.")
-    group: str = option("", text(), "Group of the socket; empty keeps the daemon's own group.")
+    group: str = option("", text(), "Group of the socket, name or number; empty keeps the daemon's own.")
     admin: bool = option(
         False,
         flag(),
