@@ -89,7 +89,7 @@ class HazardTable:
         self._new = 0.0
         hazards = _hazards(self._reuses, self._exposure_s, SHRINK_BLOCKS * sampling_rate)
         # Classes without evidence differ by level only, so one of each kind stands for the others.
-        told = self._exposure_s.any(axis=1) | self._reuses.any(axis=1)
+        told = np.logical_or(self._exposure_s.any(axis=1), self._reuses.any(axis=1))
         told[::REPLY_COUNT] = told.reshape(HISTORY_COUNT, REPLY_COUNT).any(axis=1)
         stand_in = np.where(told, np.arange(CLASS_COUNT), _KIND_OF_CLASS + CLASS_COUNT)
         chosen, places = np.unique(stand_in, return_inverse=True)

@@ -42,11 +42,12 @@ _GROWTH = 1.2
 def _age_edges() -> NDArray[np.float64]:
     linear = _LINEAR_WIDTH_S * np.arange(_LINEAR_BUCKET_COUNT + 1)
     beyond = linear[-1] * _GROWTH ** np.arange(1, AGE_BUCKET_COUNT - _LINEAR_BUCKET_COUNT + 1)
-    return np.ceil(np.concatenate([linear, beyond]))
+    edges: NDArray[np.float64] = np.ceil(np.concatenate([linear, beyond]))
+    return edges
 
 
 AGE_EDGES_S = _age_edges()
-"""Shape (AGE_BUCKET_COUNT + 1,), whole: 5 s wide up to 25 s, then growing by a fifth; the last is about 3 days."""
+"""Shape (AGE_BUCKET_COUNT + 1,), whole seconds: 5 s wide up to 25 s, then growing by a fifth to 3 days."""
 AGE_WIDTHS_S = np.diff(AGE_EDGES_S)
 AGE_MIDDLES_S = AGE_EDGES_S[:-1] + AGE_WIDTHS_S / 2
 _BUCKET_OF_SECOND = np.repeat(np.arange(AGE_BUCKET_COUNT, dtype=np.intp), AGE_WIDTHS_S.astype(np.intp))
