@@ -20,6 +20,7 @@ engine-test: $(READY) $(ENGINES_STAMP) ## the vLLM connector under real engines 
 engine-bench: $(READY) $(ENGINES_STAMP) ## what the vLLM connector costs, against its limits (2 min)
 	@$(ENGINES_PY) -m bench.vllm.hooks
 	@$(ENGINES_PY) -m bench.vllm.load_rate
+	@$(ENGINES_PY) -m bench.vllm.ttft
 
 $(ENGINES_STAMP): constraints-engines.txt pyproject.toml
 	@test -x $(ENGINES_PY) || $(PYTHON) -m venv $(ENGINES)

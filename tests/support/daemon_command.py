@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,10 +33,14 @@ class DaemonCommand:
         directory: short, for the socket and the log.
         dram: size of its memory.
         arguments: further arguments of serve.
+        command: what to run instead of `prefixd`.
     """
 
-    def __init__(self, directory: Path, *arguments: str, dram: str = "64MiB") -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, dram: str = "64MiB", command: Sequence[str] = ()
+    ) -> None:
         self.socket = directory / "p.sock"
+        self._command = list(command) or [prefixd_command()]
         self._log_path = directory / "daemon.log"
         self._arguments = ["--dram-size", dram, *arguments]
         self.process: subprocess.Popen[bytes] | None = None
@@ -44,9 +49,10 @@ class DaemonCommand:
         """Returns when it serves."""
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [prefixd_command(), "serve", "--socket", str(self.socket), *self._arguments],
+                [*self._command, "serve", "--socket", str(self.socket), *self._arguments],
                 stderr=log,
                 stdout=log,
+                cwd=ROOT,
                 env={"PATH": os.environ.get("PATH", "")},
             )
         deadline = time.monotonic() + READY_TIMEOUT_S

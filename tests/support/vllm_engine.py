@@ -1,4 +1,4 @@
-"""A vLLM engine as a process of its own, driven by JSON lines: `python -m tests.support.vllm_engine OPTIONS`.
+"""A vLLM engine as a process of its own, driven by JSON lines: `python -m tests.support.vllm_engine`.
 
 Commands come on stdin, one object a line with a field "do"; each answers one line on the original stdout.
 vLLM's own output goes to stderr. Used by the tests and the demo through vllm_process.py.
@@ -15,15 +15,32 @@ from typing import Any, TextIO
 
 
 class Engine:
-    """One LLM with the engine core in this process."""
+    """One LLM at a time, with the engine core in this process."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._count = 0
+
+    def start(self, command: dict[str, Any]) -> dict[str, Any]:
+        """An engine of these options; "refused" tells why there is none."""
         from vllm import LLM  # noqa: PLC0415 - takes seconds; errors of the arguments come first
 
         begin = time.monotonic()
-        self._llm = LLM(**options)
-        self.init_s = time.monotonic() - begin
-        self._count = 0
+        try:
+            self._llm = LLM(**command["options"])
+        except ValueError as error:
+            return {"refused": str(error)}
+        return {"init_s": time.monotonic() - begin}
+
+    def end(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """The engine goes, the process stays: the next start() is quick."""
+        from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415 - as above
+
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+        cleanup_dist_env_and_memory()
+        return {"ended": True}
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
         """Runs prompts (lists of token ids) together and answers with their replies.
@@ -115,6 +132,16 @@ class Engine:
         """What an operator calls after weights were updated in place."""
         return {"reset": self._llm.reset_prefix_cache(reset_connector=True)}
 
+    def forget(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """Empties the engine's own prefix cache, and not ours."""
+        return {"forgotten": self._llm.reset_prefix_cache()}
+
+    def nap(self, _command: dict[str, Any]) -> dict[str, Any]:
+        """Sleeps and wakes, as an operator does who lends the machine out."""
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+        return {"awake": True}
+
     def scale_weights(self, command: dict[str, Any]) -> dict[str, Any]:
         """Changes weights in place, as a trainer does."""
         factor = float(command["factor"])
@@ -134,11 +161,6 @@ class Engine:
             }
         }
 
-    def quit(self, _command: dict[str, Any]) -> dict[str, Any]:
-        """The last command."""
-        self._llm.llm_engine.engine_core.shutdown()
-        return {"bye": True}
-
 
 def _reply(output: Any, first_s: float, total_s: float) -> dict[str, Any]:
     (completion,) = output.outputs
@@ -156,20 +178,13 @@ def _reply(output: Any, first_s: float, total_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Builds the engine from the options in argv and serves commands until quit or the end of stdin."""
+    """Serves commands until the end of stdin."""
     answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    try:
-        engine = Engine(json.loads(sys.argv[1]))
-    except ValueError as error:
-        print(json.dumps({"refused": str(error)}), file=answers)
-        return
-    print(json.dumps({"ready": True, "init_s": engine.init_s}), file=answers)
+    engine = Engine()
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(engine, command["do"])(command)), file=answers)
-        if command["do"] == "quit":
-            return
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from prefixd_client.namespace import KvGroup, NamespaceSpec
 
 ROOT = Path(__file__).parents[2]
 MODULE = "prefixd_client.connectors.vllm"
@@ -56,14 +60,15 @@ def engine_environment(cache: Path, **changes: str) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "XDG_CACHE_HOME": str(cache),
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
     } | changes  # fmt: skip
 
 
 class EngineProcess:
-    """One engine process; a context manager that leaves nothing running.
+    """One process that runs an engine; a context manager that leaves nothing running.
 
     Args:
-        name: of the log file beside `directory`.
+        name: of the log file in `directory`.
         options: LLM's arguments, see engine_options().
         directory: for its log and its caches.
         environment: changes to engine_environment().
@@ -73,7 +78,7 @@ class EngineProcess:
         self.log_path = directory / f"{name}.log"
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.vllm_engine", json.dumps(options)],
+                [sys.executable, "-m", "tests.support.vllm_engine"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -81,18 +86,16 @@ class EngineProcess:
                 env=engine_environment(directory, **environment),
                 text=True,
             )
+        self.options = options
         self.refused = ""
         self.init_s = 0.0
 
-    def wait_until_ready(self) -> EngineProcess:
+    def __enter__(self) -> EngineProcess:
         """Returns when the engine takes commands, or has refused its configuration."""
-        answer = self._answer()
+        answer = self.ask("start", options=self.options)
         self.refused = str(answer.get("refused", ""))
         self.init_s = float(answer.get("init_s", 0.0))
         return self
-
-    def __enter__(self) -> EngineProcess:
-        return self.wait_until_ready()
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.kill()
@@ -120,6 +123,13 @@ class EngineProcess:
         )["replies"]
         return replies
 
+    def identity(self, tokens: list[int]) -> tuple[NamespaceSpec, list[bytes]]:
+        """The engine's namespace, and a prompt's prefix hashes."""
+        told = self.ask("identity", prompt=tokens)
+        groups = tuple(KvGroup(**group) for group in told["namespace"].pop("kv_groups"))
+        spec = NamespaceSpec(**told["namespace"], kv_groups=groups)
+        return spec, [bytes.fromhex(key) for key in told["hashes"]]
+
     @property
     def log(self) -> str:
         """What it has said so far."""
@@ -140,3 +150,41 @@ class EngineProcess:
         assert line, f"the engine ended: {self.log[-4000:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+PROCESS_COUNT = 2
+"""Engines that follow each other take turns, so what one has computed another process loads."""
+
+
+class EnginePool:
+    """Keeps the processes of engines that have ended, as importing vLLM takes longer than starting it.
+
+    Args:
+        directory: for logs and caches.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._idle: list[EngineProcess] = []
+        self._made = 0
+
+    @contextmanager
+    def engine(self, options: dict[str, Any]) -> Iterator[EngineProcess]:
+        """An engine of these options; the one before it ran in another process."""
+        if len(self._idle) < PROCESS_COUNT:
+            self._made += 1
+            self._idle.insert(0, EngineProcess(f"engine{self._made}", {}, self._directory))
+        process = self._idle.pop(0)
+        process.options = options
+        try:
+            yield process.__enter__()
+            process.ask("end")
+        except BaseException:
+            process.kill()
+            raise
+        self._idle.append(process)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        while self._idle:
+            self._idle.pop().kill()

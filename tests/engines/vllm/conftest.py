@@ -87,3 +87,19 @@ def side(cache: Any) -> Iterator[Any]:
     yield made
     cache.may_answer.set()
     made.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models lie, and the engines' logs and caches."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def engines(models: Path) -> Iterator[Any]:
+    """Processes for vLLM engines."""
+    from tests.support.vllm_process import EnginePool  # noqa: PLC0415 - needs the client
+
+    pool = EnginePool(models)
+    yield pool
+    pool.close()

@@ -238,3 +238,26 @@ def test_a_preempted_request_asks_again(side, cache) -> None:
     cache.lease = FakeLease(6)
     assert answered(side, asked) == (6 * TOKENS, True)
     assert side._tracked["r"].phase is Phase.FOUND
+
+
+def test_a_queued_request_is_told_with_its_place_in_the_queue(side, cache) -> None:
+    cache.lease = None
+    for name in ("first", "second"):
+        side.new_request(request(name))
+    side.build(scheduled("first"))
+    side.new_request(request("third"))
+    side.finished(request("second"), [])
+    side.new_request(request("fourth"))
+    side.build(scheduled())
+    for _ in range(5000):
+        queued = {r.request_id: r for r in list(cache.reports) if r.phase is RequestPhase.QUEUED}
+        if len(queued) == 4:
+            break
+        threading.Event().wait(0.001)
+    assert {name: report.queue_position for name, report in queued.items()} == {
+        "first": 0,
+        "second": 1,
+        "third": 1,
+        "fourth": 1,
+    }
+    assert all(len(report.block_hashes) == 12 for report in queued.values())

@@ -8,18 +8,18 @@ a few parts in a million, which is what such replies are compared to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefixd_client.client import Client
-from prefixd_client.namespace import KvGroup, NamespaceSpec
 
 from tests.support.daemon_command import DaemonCommand
 from tests.support.scribble import scribble
 from tests.support.vllm_models import TINY, make_adapter, make_model, prompt
-from tests.support.vllm_process import EngineProcess, engine_options, transfer_config
+from tests.support.vllm_process import PATIENT, EnginePool, EngineProcess, engine_options, transfer_config
 
 BLOCK = 128
 ALIGNED = {"max_num_batched_tokens": BLOCK, "skip_tokenizer_init": True}
@@ -28,12 +28,7 @@ BATCH = [prompt(blocks * BLOCK, seed) for seed, blocks in enumerate([2, 3, 8, 5,
 MIXED = [prompt(count, 50 + seed) for seed, count in enumerate([200, 300, 1000, 1024, 640, 777, 500, 1300])]
 SINGLE = [prompt(count, 100 + seed) for seed, count in enumerate([200, 1024, 4000, 8000])]
 Reply = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models, caches and logs of this module are."""
-    return tmp_path_factory.mktemp("engines")
+MakeEngine = Callable[..., AbstractContextManager[EngineProcess]]
 
 
 @pytest.fixture
@@ -46,16 +41,21 @@ def roomy_daemon(short_path: Path) -> Iterator[DaemonCommand]:
             assert running.leases() == []
 
 
-def engine(
-    models: Path, name: str, daemon: DaemonCommand | None, dtype: str = "float32", **changes: Any
-) -> EngineProcess:
-    """An engine process over the tiny model; connector settings are those in `extra`."""
-    extra = changes.pop("extra", {})
-    model = changes.pop("model", None) or make_model(models / f"tiny-{dtype}", TINY, dtype)
-    options = engine_options(model, dtype=dtype, **(ALIGNED | changes))
-    if daemon is not None:
-        options["kv_transfer_config"] = transfer_config(daemon.socket, **extra)
-    return EngineProcess(name, options, models)
+@pytest.fixture
+def engine(engines: EnginePool, models: Path) -> MakeEngine:
+    """Makes engines over the tiny model; connector settings are those in `extra`."""
+
+    def make(
+        daemon: DaemonCommand | None, dtype: str = "float32", **changes: Any
+    ) -> AbstractContextManager[EngineProcess]:
+        extra = changes.pop("extra", {})
+        model = changes.pop("model", None) or make_model(models / f"tiny-{dtype}", TINY, dtype)
+        options = engine_options(model, dtype=dtype, **(ALIGNED | changes))
+        if daemon is not None:
+            options["kv_transfer_config"] = transfer_config(daemon.socket, **(PATIENT | extra))
+        return engines.engine(options)
+
+    return make
 
 
 def replies(process: EngineProcess) -> list[Reply]:
@@ -63,15 +63,6 @@ def replies(process: EngineProcess) -> list[Reply]:
     batch = process.generate(*BATCH, max_tokens=1)
     singles = [process.generate(single)[0] for single in SINGLE]
     return [*batch, *singles, *process.generate(*MIXED)]
-
-
-def identity(process: EngineProcess, tokens: list[int]) -> tuple[NamespaceSpec, list[bytes]]:
-    """The engine's namespace, and a prompt's hashes."""
-    told = process.ask("identity", prompt=tokens)
-    groups = tuple(KvGroup(**group) for group in told["namespace"].pop("kv_groups"))
-    return NamespaceSpec(**told["namespace"], kv_groups=groups), [
-        bytes.fromhex(key) for key in told["hashes"]
-    ]
 
 
 def same(left: Reply, right: Reply) -> bool:
@@ -88,18 +79,18 @@ def close(left: Reply, right: Reply) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_hit_answers_like_a_cold_run_to_the_last_bit(models, roomy_daemon, dtype) -> None:
-    with engine(models, f"cold-{dtype}", None, dtype) as cold:
+def test_a_hit_answers_like_a_cold_run_to_the_last_bit(engine, roomy_daemon, dtype) -> None:
+    with engine(None, dtype) as cold:
         expected = replies(cold)
-    with engine(models, f"a-{dtype}", roomy_daemon, dtype) as first:
+    with engine(roomy_daemon, dtype) as first:
         computed = replies(first)
         first.ask("settle")
-        damaged = identity(first, SINGLE[1])
+        damaged = first.identity(SINGLE[1])
     assert all(map(same, computed, expected))
     exact = len(BATCH) + len(SINGLE)
     hits = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in (*BATCH, *SINGLE, *MIXED)]
-    for name, extra in (("b", {}), ("c", {"async_load": False})):
-        with engine(models, f"{name}-{dtype}", roomy_daemon, dtype, extra=extra) as second:
+    for extra in ({}, {"async_load": False}):
+        with engine(roomy_daemon, dtype, extra=extra) as second:
             loaded = replies(second)
             assert [reply["cached_tokens"] for reply in loaded] == hits
             assert all(map(same, loaded[:exact], expected[:exact]))
@@ -111,11 +102,11 @@ def test_a_hit_answers_like_a_cold_run_to_the_last_bit(models, roomy_daemon, dty
     assert roomy_daemon.stats().bad_block_count == 2
 
 
-def test_bytes_that_were_never_the_models_change_the_reply(models, roomy_daemon) -> None:
+def test_bytes_that_were_never_the_models_change_the_reply(engine, roomy_daemon) -> None:
     """The comparison can fail: the engine really computes with what it loads."""
     tokens = prompt(1000, 50)
-    with engine(models, "control", roomy_daemon) as process:
-        spec, hashes = identity(process, tokens)
+    with engine(roomy_daemon) as process:
+        spec, hashes = process.identity(tokens)
         with Client(roomy_daemon.socket) as client:
             size = spec.kv_groups[0].block_bytes
             foreign = [(key, bytes([index + 1]) * size) for index, key in enumerate(hashes)]
@@ -125,23 +116,23 @@ def test_bytes_that_were_never_the_models_change_the_reply(models, roomy_daemon)
     assert not same(fed, salted)
 
 
-def test_with_the_engines_own_chunks_logprobs_agree_to_a_hundred_thousandth(models, roomy_daemon) -> None:
-    with engine(models, "own-a", roomy_daemon, max_num_batched_tokens=2048) as first:
+def test_with_the_engines_own_chunks_logprobs_agree_to_a_hundred_thousandth(engine, roomy_daemon) -> None:
+    with engine(roomy_daemon, max_num_batched_tokens=2048) as first:
         cold = first.generate(SINGLE[2])[0]
         first.ask("settle")
-    with engine(models, "own-b", roomy_daemon, max_num_batched_tokens=2048) as second:
+    with engine(roomy_daemon, max_num_batched_tokens=2048) as second:
         warm = second.generate(SINGLE[2])[0]
     assert warm["cached_tokens"] == 3968
     assert close(warm, cold)
 
 
-def test_an_engine_lives_through_aborts_salts_a_killed_daemon_and_new_weights(models, roomy_daemon) -> None:
-    with engine(models, "life-cold", None) as cold:
+def test_an_engine_lives_through_aborts_salts_a_killed_daemon_and_new_weights(engine, roomy_daemon) -> None:
+    with engine(None) as cold:
         expected = [cold.generate(tokens)[0] for tokens in SINGLE[:3]]
         cold.ask("scale_weights", factor=1.25)
         rescaled = cold.generate(SINGLE[1])[0]
     assert not same(rescaled, expected[1])
-    with engine(models, "life", roomy_daemon) as process:
+    with engine(roomy_daemon) as process:
         aborted, kept = process.generate(SINGLE[2], SINGLE[0], abort_after={"0": 6})
         assert aborted is None or aborted["finish_reason"] == "abort"
         assert kept["tokens"] == expected[0]["tokens"]
@@ -169,13 +160,11 @@ def test_an_engine_lives_through_aborts_salts_a_killed_daemon_and_new_weights(mo
         assert during[1]["tokens"] == after["tokens"] == expected[2]["tokens"]
 
 
-def test_preempted_requests_answer_right_and_leave_nothing(models, roomy_daemon) -> None:
+def test_preempted_requests_answer_right_and_leave_nothing(engine, roomy_daemon) -> None:
     tokens = [prompt(300, 200) + prompt(200, seed) for seed in range(201, 207)]
-    with engine(models, "roomy", None) as roomy:
+    with engine(None) as roomy:
         expected = roomy.generate(*tokens, max_tokens=150)
-    with engine(
-        models, "cramped", roomy_daemon, kv_cache_memory_bytes=12 << 20, max_model_len=2048
-    ) as cramped:
+    with engine(roomy_daemon, kv_cache_memory_bytes=12 << 20, max_model_len=2048) as cramped:
         answer = cramped.ask("preemptions", prompts=tokens, max_tokens=150, logprobs=5)
         cramped.ask("settle")
         assert answer["preemptions"] > 0
@@ -183,7 +172,7 @@ def test_preempted_requests_answer_right_and_leave_nothing(models, roomy_daemon)
         assert roomy_daemon.leases() == []
 
 
-def test_adapters_and_their_contents_are_kept_apart(models, roomy_daemon) -> None:
+def test_adapters_and_their_contents_are_kept_apart(engine, roomy_daemon, models) -> None:
     paths = [make_adapter(models / f"adapter{seed}", TINY, seed=seed) for seed in (1, 2)]
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     adapters = [["one", 1, str(paths[0])], ["two", 2, str(paths[1])]]
@@ -192,13 +181,13 @@ def test_adapters_and_their_contents_are_kept_apart(models, roomy_daemon) -> Non
     def ask(process: EngineProcess, *adapter: Any) -> Reply:
         return process.generate(tokens, adapters={"0": adapter} if adapter else None)[0]
 
-    with engine(models, "lora-a", roomy_daemon, **lora) as first:
+    with engine(roomy_daemon, **lora) as first:
         computed = [ask(first), ask(first, *adapters[0]), ask(first, *adapters[1])]
         first.ask("settle")
     assert [reply["cached_tokens"] for reply in computed] == [0, 0, 0]
     assert not any(same(computed[0], reply) for reply in computed[1:])
     make_adapter(paths[1], TINY, seed=3)
-    with engine(models, "lora-b", roomy_daemon, **lora) as second:
+    with engine(roomy_daemon, **lora) as second:
         again = [ask(second), ask(second, *adapters[0]), ask(second, *adapters[1])]
     assert [reply["cached_tokens"] for reply in again] == [512, 512, 0]
     assert same(again[0], computed[0])
@@ -214,6 +203,6 @@ def test_adapters_and_their_contents_are_kept_apart(models, roomy_daemon) -> Non
     ],
     ids=["hashes", "settings"],
 )
-def test_what_cannot_be_served_is_refused_at_start(models, roomy_daemon, changes, remedy) -> None:
-    with engine(models, f"refused-{remedy}", roomy_daemon, **changes) as process:
+def test_what_cannot_be_served_is_refused_at_start(engine, roomy_daemon, changes, remedy) -> None:
+    with engine(roomy_daemon, **changes) as process:
         assert remedy in process.refused

@@ -65,6 +65,7 @@ class SchedulerSide:
         self._adapters = Adapters(time.time_ns(), never_overwritten=settings.adapters_never_overwritten)
         self._base: NamespaceSpec | None = None
         self._tracked: dict[str, Tracked] = {}
+        self._queued: set[str] = set()
         self._loading: dict[int, Tracked] = {}
         self._load_workers_left: dict[int, int] = {}
         self._job_ids = itertools.count(1)
@@ -99,9 +100,14 @@ class SchedulerSide:
     # -- before a request runs ----------------------------------------------------------------------
 
     def new_request(self, request: Any) -> None:
-        """A request has come into the queue."""
+        """A request has come into the queue.
+
+        The report names its run and its place: the daemon brings what of it lies on NVMe, until the request
+        is reported to have started or ended.
+        """
         tracked = self._track(request)
-        self._tell(tracked, tracked.life.queued(request.block_hashes, len(self._tracked) - 1))
+        self._tell(tracked, tracked.life.queued(request.block_hashes, len(self._queued)))
+        self._queued.add(tracked.request_id)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own that can be loaded, and whether between steps; None: ask again.
@@ -221,6 +227,7 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """The request is over. True: its blocks are held until the workers report it as sent."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._queued.discard(request.request_id)
         if tracked is None:
             return False
         self._tell(tracked, tracked.life.finished(self._now(), request, self._block_tokens))
@@ -289,6 +296,7 @@ class SchedulerSide:
         request = tracked.request
         if tracked.life.started_at is None:
             own = max(0, request.num_computed_tokens - tracked.life.loaded_tokens) // self._block_tokens
+            self._queued.discard(tracked.request_id)
             report = tracked.life.started(now, own)
             if report is not None:
                 self._tell(tracked, report)

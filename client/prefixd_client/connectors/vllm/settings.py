@@ -38,7 +38,7 @@ class Settings:
     """You vouch that the files of a LoRA adapter never change once written. False: adapters whose files are
     newer than the engine are not shared, since it cannot be known which bytes the engine has loaded."""
     report_usage: bool = True
-    """Tell the daemon each request's life, which its policy learns from."""
+    """Tell the daemon each request's life: its policy learns from it, and queued requests are prefetched."""
     lookup_timeout_s: float = 0.05
     """How long a background thread waits for an answer before the request is computed."""
     save_patience_s: float = 1.0
