@@ -136,26 +136,19 @@ class ReplayState(ABC):
         parts = (Part(run[hit:known], again), Part(run[known:], new))
         return [part for part in parts if len(part.ids)]
 
-    def add(self, part: Part, parent: int, now: float) -> Rows:
-        """Makes the part's blocks known below `parent`; the caller adds copies. Their rows."""
+    def add(self, part: Part, parent: int, now: float) -> tuple[Rows, Nodes]:
+        """Makes the part's blocks known below `parent`; the caller adds copies. Their rows and nodes."""
         rows = self.columns.allocate(len(part.ids))
         self.row_of[part.ids] = rows
         self.id_of[rows] = part.ids
         self.tree.add(SPACE, parent, rows, now)
-        nodes = self.nodes_of(rows)
+        nodes = self.tree.nodes_of(rows)
         self.tree.nodes.gap_class[nodes] = part.history
         if part.history & 1:
             # They were used before they were evicted; what follows must not be appended to them.
             self.tree.nodes.reused[nodes] = 1
             self.tree.nodes.use_count[nodes] = 2
-        return rows
-
-    def nodes_of(self, rows: Rows) -> Nodes:
-        """The nodes of a chain that was just added."""
-        node_of = self.columns.mv.node
-        if node_of[int(rows[0])] == node_of[int(rows[-1])]:
-            return self.columns.node[rows[:1]]
-        return np.unique(self.columns.node[rows])
+        return rows, nodes
 
     def tell_end(self, ended: Running) -> None:
         """The reply has ended: the policy learns how, and nodes not used since change class."""

@@ -85,12 +85,15 @@ class Replay(ReplayState):
             admitted = self._admitted(part, now)
             if len(admitted.ids) == 0:
                 break
-            stored = self.add(admitted, parent, now)
+            stored, made = self.add(admitted, parent, now)
             self._slots[stored] = SOME_SLOT
-            self.tree.copies_added(_TIER, stored)
+            if len(made) == 1:
+                self.presence.add(int(made[0]), len(stored))
+            else:
+                self.tree.copies_added(_TIER, stored)
             self.stored_count += len(stored)
-            nodes.append(self.nodes_of(stored))
-            self._pinned.update(nodes[-1].tolist())
+            nodes.append(made)
+            self._pinned.update(made.tolist())
             parent = int(stored[-1])
             if len(admitted.ids) < len(part.ids):
                 break

@@ -97,13 +97,13 @@ class TierReplay(ReplayState):
             if room == 0:
                 break
             whole = room >= len(part.ids)
-            made = self.add(Part(part.ids[:room], part.history), parent, now)
+            made, made_nodes = self.add(Part(part.ids[:room], part.history), parent, now)
             self._put(self.tiers[0], made)
             if self.tiers[0] is not Tier.HBM:
                 self.links.down[Tier.HBM].move(len(made) * self.block_bytes, now)
             self._pins[made] += 1
             stored.append(made)
-            nodes.append(self.nodes_of(made))
+            nodes.append(made_nodes)
             parent = int(made[-1])
             if not whole:
                 break
