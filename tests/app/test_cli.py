@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_help_names_every_verb() -> None:
         "drop-namespace",
     ):
         assert f"  {verb} " in text
-    for verb in ("check", "drain"):
+    for verb in ("check", "drain", "mode", "explain", "record", "completion"):
         assert f"  {verb} " in text
 
 
@@ -86,3 +87,14 @@ def test_a_good_configuration_is_called_fine() -> None:
     result = CliRunner().invoke(main, ["config", "check", "--socket", "/run/x.sock"])
     assert result.exit_code == Exit.OK
     assert "32 segments" in result.output
+
+
+def test_the_configuration_is_json_for_scripts() -> None:
+    shown = CliRunner().invoke(main, ["config", "show", "--socket", "/run/x.sock", "--json"])
+    assert json.loads(shown.output)["dram"]["size"] == "512MiB"
+    checked = CliRunner().invoke(main, ["config", "check", "--socket", "/run/x.sock", "--json"])
+    assert json.loads(checked.output) == {"fine": True, "segment_count": 32, "tenants": ["default"]}
+    wrong = CliRunner().invoke(main, ["config", "check", "--dram-size", "much", "--json"])
+    told = json.loads(wrong.output)
+    assert wrong.exit_code == Exit.USAGE
+    assert (told["fine"], told["reason"], told["key"]) == (False, "CONFIG_INVALID", "dram.size")

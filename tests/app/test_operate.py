@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from prefixd_server.app.cli import main
+from click.testing import Result
 from prefixd_server.app.exits import Exit
 
 from tests.support.daemon import running_daemon
 from tests.support.node import chain
+from tests.support.operator import prefixd_json, run_prefixd
 from tests.support.wire_engine import put_messages, wire_engine
 
 HASHES = chain("a", "b", "c")
@@ -29,15 +29,11 @@ class Operator:
 
     async def run(self, *arguments: str, text: str | None = None) -> Result:
         """One call, beside the loop that serves it."""
-        return await asyncio.to_thread(
-            CliRunner().invoke, main, [*arguments, "--socket", self.socket], input=text
-        )
+        return await run_prefixd(Path(self.socket), *arguments, text=text)
 
     async def json(self, *arguments: str) -> Any:
         """The answer of a call that must succeed."""
-        result = await self.run(*arguments, "--json")
-        assert result.exit_code == Exit.OK, result.output
-        return json.loads(result.output)
+        return await prefixd_json(Path(self.socket), *arguments)
 
 
 @pytest.fixture
@@ -121,3 +117,12 @@ async def test_a_refusal_is_told_with_its_reason(operator: Operator) -> None:
     result = await operator.run("describe", "--namespace", f"{operator.fingerprint}@1", HEX[0])
     assert result.exit_code == Exit.FAILED
     assert "[NAMESPACE_EPOCH_STALE]" in result.output
+
+
+async def test_mode_shows_and_switches_the_policy(operator: Operator) -> None:
+    assert (await operator.json("mode"))["policy"] == "importance"
+    assert (await operator.json("mode", "--policy", "lru"))["policy"] == "lru"
+    assert "lru" in (await operator.run("mode")).output
+    refused = await operator.run("mode", "--policy", "fifo")
+    assert refused.exit_code == Exit.FAILED
+    assert "fifo" in refused.output

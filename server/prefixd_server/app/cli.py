@@ -7,8 +7,10 @@ operate.py.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +26,10 @@ from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.logs import configure_logging, logger
 
 _ELSEWHERE: dict[str, tuple[str, str]] = {
+    "completion": ("prefixd_server.app.completion", "completion"),
     "explain": ("prefixd_server.app.explain", "explain"),
     "inspect": ("prefixd_server.app.offline", "inspect"),
+    "mode": ("prefixd_server.app.mode", "mode"),
     "record": ("prefixd_server.app.record", "record"),
     "simulate": ("prefixd_server.simulate.command", "simulate"),
 }
@@ -83,9 +87,13 @@ def _config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _loaded(
-    file: Path | None, tenants: tuple[str, ...], settings: tuple[str, ...], flags: dict[str, str | None]
+    file: Path | None,
+    tenants: tuple[str, ...],
+    settings: tuple[str, ...],
+    flags: dict[str, str | None],
+    as_json: bool = False,
 ) -> Config:
-    """The configuration from all its sources. Exits with USAGE when it is wrong."""
+    """The configuration from all its sources. Exits with USAGE when it is wrong, and says why."""
     given = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -97,7 +105,14 @@ def _loaded(
     try:
         return load_config(file=file, environment=os.environ, flags=given, tenants=tenants)
     except PrefixdError as error:
-        click.echo(f"prefixd: {error.message}", err=True)
+        if as_json:
+            click.echo(
+                json.dumps(
+                    {"fine": False, "reason": error.reason, "message": error.message, **error.metadata}
+                )
+            )
+        else:
+            click.echo(f"prefixd: {error.message}", err=True)
         sys.exit(Exit.USAGE)
 
 
@@ -132,23 +147,41 @@ def sample() -> None:
     click.echo(sample_toml(), nl=False)
 
 
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
 @config.command()
 @_config_options
-def show(file: Path | None, tenants: tuple[str, ...], settings: tuple[str, ...], **flags: str | None) -> None:
+@_json_option
+def show(
+    file: Path | None,
+    tenants: tuple[str, ...],
+    settings: tuple[str, ...],
+    as_json: bool,
+    **flags: str | None,
+) -> None:
     """Print the configuration in force, all sources applied."""
-    click.echo(shown_toml(_loaded(file, tenants, settings, flags)), nl=False)
+    text = shown_toml(_loaded(file, tenants, settings, flags))
+    click.echo(json.dumps(tomllib.loads(text), indent=2) + "\n" if as_json else text, nl=False)
 
 
 @config.command("check")
 @_config_options
+@_json_option
 def check_config(
-    file: Path | None, tenants: tuple[str, ...], settings: tuple[str, ...], **flags: str | None
+    file: Path | None,
+    tenants: tuple[str, ...],
+    settings: tuple[str, ...],
+    as_json: bool,
+    **flags: str | None,
 ) -> None:
     """Check the configuration; exits with 2 and says what is wrong."""
-    loaded = _loaded(file, tenants, settings, flags)
-    click.echo(
-        f"fine: {loaded.segment_count} segments, tenants {', '.join(t.name for t in loaded.all_tenants)}"
-    )
+    loaded = _loaded(file, tenants, settings, flags, as_json)
+    names = [tenant.name for tenant in loaded.all_tenants]
+    if as_json:
+        click.echo(json.dumps({"fine": True, "segment_count": loaded.segment_count, "tenants": names}))
+    else:
+        click.echo(f"fine: {loaded.segment_count} segments, tenants {', '.join(names)}")
 
 
 for _verb in operate.VERBS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from prefixd_server.app.plain import plain
 from prefixd_server.base.config import default_socket_path
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.rpc import answers
+from prefixd_server.rpc.audit import CALLER_KEY
 
 CALL_TIMEOUT_S = 30.0
 _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
@@ -65,7 +68,7 @@ class Operator:
     def call(self, method: str, request: Message, *, extra_s: float = 0.0) -> Any:
         """Calls one method. Raises grpc.RpcError."""
         timeout_s = None if self._timeout_s is None else self._timeout_s + extra_s
-        return getattr(self._stub, method)(request, timeout=timeout_s)
+        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=((CALLER_KEY, caller()),))
 
     def show(self, answer: Message, table: Callable[[Any], None]) -> None:
         """Prints an answer: JSON, or as its table."""
@@ -103,6 +106,19 @@ def connected(socket: Path | None, timeout: float | None, as_json: bool) -> Iter
             yield Operator(channel, timeout, as_json)
         except grpc.RpcError as error:
             sys.exit(_explain(error, path))
+
+
+def caller() -> str:
+    """Who runs the command, for the daemon's audit log; "sudo" names who stands behind root."""
+    uid = os.getuid()
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = "?"
+    behind = os.environ.get("SUDO_USER", "")
+    text = f"user={user} uid={uid} pid={os.getpid()}" + (f" sudo={behind}" if behind else "")
+    # Metadata carries printable ASCII.
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text)
 
 
 def _explain(error: Any, path: Path) -> Exit:

@@ -23,6 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 from prefixd_server.base.errors import DeadlinePassed, InvalidRequest, MessageTooLarge, PrefixdError
 from prefixd_server.base.logs import logger
 from prefixd_server.base.metrics import Metrics
+from prefixd_server.rpc.audit import Audit
 from prefixd_server.rpc.status import code_of, internal_error, trailing_metadata
 
 MESSAGE_BYTES_MAX = 16 << 20
@@ -34,15 +35,17 @@ Call: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Requests: TypeAlias = AsyncIterator[Message | PrefixdError]
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, tenant: str, metrics: Metrics) -> Any:
-    """The gRPC handler of one service for one tenant's socket.
+def service_handler(
+    service: ServiceDescriptor, servicer: object, tenant: str, metrics: Metrics, audit: Audit | None = None
+) -> Any:
+    """The gRPC handler of one service for one tenant's socket; `audit` notes every call.
 
     Raises:
         AttributeError: the servicer lacks a method of the proto.
     """
     handlers = {}
     for method in service.methods:
-        guard = _Guard(method, getattr(servicer, snake_case(method.name)), tenant, metrics)
+        guard = _Guard(method, getattr(servicer, snake_case(method.name)), tenant, metrics, audit)
         handlers[method.name] = guard.handler()
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -56,12 +59,18 @@ class _Guard:
     """What stands between gRPC and one method."""
 
     def __init__(
-        self, method: MethodDescriptor, call: Callable[..., Any], tenant: str, metrics: Metrics
+        self,
+        method: MethodDescriptor,
+        call: Callable[..., Any],
+        tenant: str,
+        metrics: Metrics,
+        audit: Audit | None,
     ) -> None:
         self._method = method
         self._call = call
         self._tenant = tenant
         self._metrics = metrics
+        self._audit = audit
         self._seconds = metrics.rpc_seconds(method.name, tenant)
         self._log = logger("prefixd.rpc").bind(method=method.name, tenant=tenant)
         self._awaits = inspect.iscoroutinefunction(call)
@@ -84,12 +93,17 @@ class _Guard:
         )
 
     async def _unary(self, request: Message | PrefixdError, call: Call) -> Any:
-        return await self._finish(self._answer(request, call), call)
+        work = self._answer(request, call)
+        if self._audit is not None:
+            work = self._audit.noted(self._method.name, request, call, work)
+        return await self._finish(work, call)
 
     async def _stream_unary(self, requests: Requests, call: Call) -> Any:
         return await self._finish(self._call(_parsed(requests)), call)
 
     async def _unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
+        if self._audit is not None:
+            self._audit.opened(self._method.name, request, call)
         await self._finish(self._send(lambda: self._call(_sound(request)), call), call)
 
     async def _stream_stream(self, requests: Requests, call: Call) -> None:

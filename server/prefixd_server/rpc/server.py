@@ -21,6 +21,7 @@ from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc.admin_service import AdminService, Drain
+from prefixd_server.rpc.audit import Audit
 from prefixd_server.rpc.cache_service import CacheService
 from prefixd_server.rpc.handlers import TRANSPORT_BYTES_MAX, service_handler
 from prefixd_server.rpc.reflection import SERVICE_NAME as REFLECTION_NAME
@@ -64,11 +65,14 @@ class WireServer:
         self._server = grpc.aio.server(
             options=_OPTIONS, maximum_concurrent_rpcs=limits.session_count_max + CALLS_BESIDE_SESSIONS_MAX
         )
-        servicers = (CacheService(cache, seat, limits), AdminService(cache, seat, drain))
+        servicers = (
+            (CacheService(cache, seat, limits), None),
+            (AdminService(cache, seat, drain), Audit(seat.tenant)),
+        )
         self._server.add_generic_rpc_handlers(
             tuple(
-                service_handler(service, servicer, seat.tenant, metrics)
-                for service, servicer in zip(_OUR_SERVICES, servicers, strict=True)
+                service_handler(service, servicer, seat.tenant, metrics, audit)
+                for service, (servicer, audit) in zip(_OUR_SERVICES, servicers, strict=True)
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
