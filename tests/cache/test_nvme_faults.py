@@ -77,7 +77,7 @@ class Scene:
 
         self.node.run(waiting())
 
-    def more(self, name: str, runs: int = 40) -> list[list[bytes]]:
+    def more(self, name: str, runs: int = 16) -> list[list[bytes]]:
         """Puts more runs than DRAM holds, without waiting for any to be demoted."""
         hashes = [self.engine.put((name, number), *range(4)) for number in range(runs)]
         self.node.run(asyncio.sleep(0.1))
@@ -111,9 +111,9 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     files, index = FaultyFiles(), FaultyIndex()
     disk = DiskSeams(files=files, index_options=OPTIONS, open_index=index.open)
-    node = start(tmp_path, NVME, disk, dram_bytes=4 * MIB)
+    node = start(tmp_path, NVME, disk, dram_bytes=2 * MIB)
     engine = make_engine(node)
-    made = Scene(node, files, index, engine, fill(engine, 25))
+    made = Scene(node, files, index, engine, fill(engine, 14))
     yield made
     files.go_on()
     files.always.clear()
@@ -172,8 +172,8 @@ def test_a_demotion_that_the_disk_refuses_leaks_nothing_and_is_done_again(scene:
     assert scene.count(Fault.IO_ERROR) >= 1
     del scene.files.always[call]
     scene.comes_to(NvmeState.READY)
-    runs = fill(scene.engine, 40, name="after")
-    assert [read(scene.engine, hashes) for hashes in runs] == [RUN] * 40
+    runs = fill(scene.engine, 12, name="after")
+    assert [read(scene.engine, hashes) for hashes in runs] == [RUN] * 12
 
 
 def test_probes_that_fail_come_less_and_less_often(scene: Scene) -> None:
@@ -256,7 +256,7 @@ def test_a_demotion_that_hangs_ends_when_the_disk_goes_on(scene: Scene, call: st
     scene.node.clock.advance(LONG_S)
     scene.comes_to(NvmeState.PAUSED)
     # DRAM goes on by itself: what finds no place on NVMe is dropped.
-    later = scene.more("meanwhile", 60)
+    later = scene.more("meanwhile")
     assert scene.engine.hits(later[-1]) == RUN
     scene.files.go_on()
     scene.comes_to(NvmeState.READY)
@@ -291,7 +291,7 @@ def test_a_full_disk_stops_demotion_and_reads_go_on_until_there_is_room(scene: S
     scene.files.always.clear()
     scene.index.disk_full = False
     scene.comes_to(NvmeState.READY)
-    assert [read(scene.engine, hashes) for hashes in fill(scene.engine, 40, name="room again")] == [RUN] * 40
+    assert [read(scene.engine, hashes) for hashes in fill(scene.engine, 12, name="room again")] == [RUN] * 12
 
 
 def test_a_write_without_room_is_a_full_disk_and_no_broken_one(scene: Scene) -> None:
@@ -313,7 +313,7 @@ def test_an_index_that_dies_pauses_the_tier_until_another_has_opened_it(scene: S
     scene.comes_to(NvmeState.READY)
     assert scene.index.opened == 2
     assert scene.count(Fault.INDEX_FAULT) == 1
-    assert [read(scene.engine, hashes) for hashes in fill(scene.engine, 20, name="after")] == [RUN] * 20
+    assert [read(scene.engine, hashes) for hashes in fill(scene.engine, 12, name="after")] == [RUN] * 12
 
 
 def test_an_index_that_hangs_is_replaced(scene: Scene) -> None:

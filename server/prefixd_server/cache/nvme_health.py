@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias
 
@@ -99,8 +99,9 @@ class NvmeHealth:
 
     # -- what happened -------------------------------------------------------------------------
 
-    def recovered(self) -> None:
-        """The index has been read."""
+    def recovered(self, faults: Mapping[Fault, int]) -> None:
+        """The index has been read; what was found damaged in it."""
+        self.faults.update(faults)
         self._move(NvmeState.READY, "")
 
     def refuse(self, refusal: ConfigError) -> None:

@@ -13,14 +13,16 @@ no record names are freed once the records that do not count are durably gone.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from prefixd_server.base.accounts import Fault
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, SlotState, Tier
@@ -55,6 +57,8 @@ class RecoveryReport:
     """Without all ancestors, of a namespace that was dropped, or beyond what the catalog can hold."""
     known_already: int = 0
     """Stored again by an engine before recovery came to them."""
+    faults: Counter[Fault] = field(default_factory=Counter)
+    """Those that are misplaced, by what was wrong."""
 
 
 class Recovery:
@@ -79,7 +83,8 @@ class Recovery:
                 log.warning("recovery begins again", reason=str(error))
                 continue
             break
-        self._nvme.health.recovered()
+        self.report.faults[Fault.RECORD_ORPHANED] += self.report.orphaned
+        self._nvme.health.recovered(self.report.faults)
         log.info(
             "NVMe tier recovered",
             recovered=self.report.recovered,
@@ -98,6 +103,7 @@ class Recovery:
             gone += [blocks.misplaced, blocks.orphaned]
             self.report.misplaced += len(blocks.misplaced)
             self.report.orphaned += len(blocks.orphaned)
+            self.report.faults += blocks.faults
             refused = await self._recover_space(self._owners[identity], blocks)
             gone.append(block_keys(identity, blocks.hashes[refused]))
             failpoint("recovery.space_done")
@@ -147,7 +153,13 @@ class Recovery:
         for segment in medium.present():
             slot_bytes[segment] = medium.slot_bytes(segment)
         return Layout(
-            medium.store_uuid, medium.generations.copy(), slot_bytes, table.segment_bytes, table.stride
+            medium.store_uuid,
+            medium.generations.copy(),
+            slot_bytes,
+            table.segment_bytes,
+            table.stride,
+            damaged=frozenset(medium.report.damaged),
+            missing=frozenset([*medium.report.made, *medium.report.absent]),
         )
 
     def _was_dropped(self, namespace: Namespace) -> bool:

@@ -9,12 +9,14 @@ belongs on a thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixd_server.base.accounts import Fault
 from prefixd_server.base.types import Checksums, Hashes
 from prefixd_server.index.chains import Places, chains
 from prefixd_server.index.records import Keys, Records, block_keys, keys_of
@@ -29,6 +31,7 @@ class Layout:
 
     generations, slot_bytes: per segment; 0 where there is none.
     stride: slot ids per segment.
+    damaged, missing: segments that this start found so; their generations are new.
     """
 
     store_uuid: bytes
@@ -36,6 +39,8 @@ class Layout:
     slot_bytes: NDArray[np.int64]
     segment_bytes: int
     stride: int
+    damaged: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +50,7 @@ class Recoverable:
     slots: ids, as int64. starts: where each chain starts, and the number of blocks at the end.
     parents: place of the block above each chain, -1 for a first block. last_use: per chain, wall clock.
     segments: those that hold any of the blocks.
+    faults: those that are misplaced, by what was wrong.
     """
 
     hashes: Hashes
@@ -56,6 +62,7 @@ class Recoverable:
     segments: list[int]
     misplaced: Keys
     orphaned: Keys
+    faults: Counter[Fault]
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -86,6 +93,7 @@ class Sieve:
         self._block_bytes = block_bytes
         self._slot_bytes = slot_bytes
         self._misplaced: list[Keys] = []
+        self._faults: Counter[Fault] = Counter()
         self._columns: list[_Columns] = []
 
     def add(self, records: Records) -> None:
@@ -93,6 +101,7 @@ class Sieve:
         good, segments = self._well_placed(records)
         if not good.all():
             self._misplaced.append(keys_of(records[~good]))
+            self._count_misplaced(records[~good], segments[~good])
             records, segments = records[good], segments[good]
         self._columns.append(
             _Columns(
@@ -121,6 +130,7 @@ class Sieve:
             segments=np.unique(slots // self._layout.stride).tolist(),
             misplaced=np.concatenate([*self._misplaced, block_keys(self._identity, hashes[:0])]),
             orphaned=block_keys(self._identity, hashes[found.orphans]),
+            faults=self._faults,
         )
 
     def _well_placed(self, records: Records) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -138,6 +148,23 @@ class Sieve:
         good &= records["slot"] < layout.segment_bytes // self._slot_bytes
         return good, segments
 
+    def _count_misplaced(self, records: Records, segments: NDArray[np.int64]) -> None:
+        """What is wrong with these: a place that the store does not have, or an earlier use of one it has."""
+        layout = self._layout
+        possible = segments < len(layout.generations)
+        known = np.where(possible, segments, 0)
+        uuid = np.ascontiguousarray(records["store_uuid"]).view(np.uint64)
+        possible &= (uuid == np.frombuffer(layout.store_uuid, np.uint64)).all(axis=1)
+        possible &= records["block_bytes"] == self._block_bytes
+        possible &= records["slot"] < layout.segment_bytes // self._slot_bytes
+        earlier = possible & (layout.generations[known] != records["generation"])
+        damaged = earlier & np.isin(segments, list(layout.damaged))
+        missing = earlier & ~damaged & np.isin(segments, list(layout.missing))
+        self._faults[Fault.SEGMENT_DAMAGED] += int(damaged.sum())
+        self._faults[Fault.SEGMENT_MISSING] += int(missing.sum())
+        self._faults[Fault.RECORD_STALE] += int((earlier & ~damaged & ~missing).sum())
+        self._faults[Fault.RECORD_MISPLACED] += int((~earlier).sum())
+
     def _without_doubles(self, columns: _Columns) -> _Columns:
         """Of several records for one slot the one used last is the newest; bytes are verified anyway."""
         ascending = np.sort(columns.slots)
@@ -148,6 +175,7 @@ class Sieve:
         chosen = np.zeros(len(newest), dtype=np.bool_)
         chosen[newest[first]] = True
         self._misplaced.append(block_keys(self._identity, columns.hashes[~chosen]))
+        self._faults[Fault.RECORD_CONFLICT] += int((~chosen).sum())
         hashes, parents, depth, last_use, checksums, slots = columns
         return _Columns(
             hashes[chosen],
