@@ -178,7 +178,7 @@ def _tier_stats(value: TierStats) -> admin.TierStats:
         page_kind=value.page_kind,
         state=value.state,
         state_reason=value.state_reason,
-        fault_counts=value.fault_counts,
+        fault_counts={kind.value: count for kind, count in value.fault_counts.items()},
     )
 
 
