@@ -243,6 +243,37 @@ class RunHits:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReadiness:
+    """What of a run lies in one tier or is on its way there; ready_after_s is None when it is not known."""
+
+    tier: Tier
+    ready_count: int
+    pending_count: int
+    ready_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchRun:
+    """One run of a Prefetch; deadline_s from now, None for the longest."""
+
+    namespace: NamespaceRef
+    hashes: Hashes
+    queue_position: int
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """How one run of a Prefetch stands. ready + pending + misses = blocks asked for."""
+
+    token: bytes
+    ready_count: int
+    pending_count: int
+    miss_count: int
+    ready_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Acquired:
     """Answer of Acquire; lease is None when nothing beyond the skipped blocks hit."""
 

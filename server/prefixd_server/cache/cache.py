@@ -21,6 +21,7 @@ from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
+from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -54,6 +55,7 @@ class Cache:
         storage: Storage | None,
         migration: Migration,
         prefetching: Prefetching,
+        readiness: Readiness,
         companions: Companions,
         watchers: Watchers,
         explaining: Explaining,
@@ -75,6 +77,9 @@ class Cache:
         self.prefetching = prefetching
         self.prefetch = prefetching.ask
         self.cancel_prefetches = prefetching.cancel
+        self.readiness = readiness.of
+        self.ready_after_s = readiness.ready_after_s
+        self.prefetch_status = readiness.status
         self.lookup = reading.lookup
         self.wait_for = reading.wait_for
         self.acquire = reading.acquire

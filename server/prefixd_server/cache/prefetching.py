@@ -12,7 +12,7 @@ Not here: copies (transfers.py), when background work may go on (scheduler.py).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from prefixd_server.base.config import MigrationConfig
 from prefixd_server.base.errors import LimitReached, PrefixdError
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, NamespaceRef, Rows, Slots, SlotState, Tier
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, PrefetchRun, Rows, Slots, SlotState, Tier
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.prefetch_holds import PrefetchHolds
 from prefixd_server.cache.sessions import Session, Sessions
@@ -98,30 +98,28 @@ class Prefetching:
 
     # -- asking --------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        tenant: str,
-        session_id: bytes,
-        ref: NamespaceRef,
-        hashes: Hashes,
-        position: int,
-        deadline_s: float | None,
-    ) -> bytes:
-        """A Prefetch call's run; its token.
+    def ask(self, tenant: str, session_id: bytes, runs: Sequence[PrefetchRun]) -> list[bytes]:
+        """A Prefetch call: all of its runs, or none; their tokens.
 
         Raises:
             LimitReached: PREFETCH_LIMIT.
+            NotFound, StateConflict: as Sessions.get and Namespaces.get.
         """
+        self._state.refuse_when_draining()
         session = self._sessions.get(tenant, session_id)
-        namespace = self._state.catalog.namespaces.get(tenant, ref)
-        if not self._has_room(tenant, len(hashes)):
+        spaces = self._state.catalog.namespaces
+        wanted = [(spaces.get(tenant, run.namespace), run) for run in runs]
+        if not self._has_room(tenant, len(runs), sum(len(run.hashes) for run in runs)):
             raise LimitReached(
                 "PREFETCH_LIMIT",
-                f"the tenant has {self._config.prefetch_count_max} prefetches, or {HASH_COUNT_MAX:,} hashes "
-                "in them; cancel some, or raise migration.prefetch_count_max",
+                f"a tenant has at most {self._config.prefetch_count_max:,} prefetches of {HASH_COUNT_MAX:,} "
+                "hashes together; cancel some, or raise migration.prefetch_count_max",
                 limit=self._config.prefetch_count_max,
             )
-        return self._add(session, namespace, hashes, position, deadline_s, Reason.ASKED_AHEAD, "").token
+        return [
+            self._add(session, namespace, run.hashes, run.queue_position, run.deadline_s, "").token
+            for namespace, run in wanted
+        ]
 
     def queued(
         self, session: Session, namespace: Namespace, request_id: str, hashes: Hashes | None, position: int
@@ -130,11 +128,12 @@ class Prefetching:
         known = self._by_name.get((session.tenant, session.instance_id, request_id))
         if known is not None:
             known.position = position
-        elif hashes is not None and self._has_room(session.tenant, len(hashes)):
-            self._add(session, namespace, hashes, position, None, Reason.QUEUED_REQUEST, request_id)
+        elif hashes is not None and self._has_room(session.tenant, 1, len(hashes)):
+            self._add(session, namespace, hashes, position, None, request_id)
 
-    def cancel(self, tenant: str, tokens: Iterable[bytes]) -> int:
+    def cancel(self, tenant: str, session_id: bytes, tokens: Iterable[bytes]) -> int:
         """Lets prefetches go; how many were there. Copies under way arrive all the same."""
+        self._sessions.get(tenant, session_id)
         found = [self._by_token.get(token) for token in tokens]
         mine = [prefetch for prefetch in found if prefetch and prefetch.session.tenant == tenant]
         for prefetch in mine:
@@ -299,7 +298,6 @@ class Prefetching:
         hashes: Hashes,
         position: int,
         deadline_s: float | None,
-        reason: Reason,
         request_id: str,
     ) -> Prefetch:
         longest = self._config.prefetch_hold_max_s
@@ -311,7 +309,7 @@ class Prefetching:
             hashes=np.array(hashes),
             position=position,
             until=self._state.clock.now() + min(longest if deadline_s is None else deadline_s, longest),
-            reason=reason,
+            reason=Reason.QUEUED_REQUEST if request_id else Reason.ASKED_AHEAD,
             number=self._next_number,
             request_id=request_id,
         )
@@ -340,9 +338,11 @@ class Prefetching:
         if not self._by_run[name]:
             del self._by_run[name]
 
-    def _has_room(self, tenant: str, hash_count: int) -> bool:
+    def _has_room(self, tenant: str, count: int, hash_count: int) -> bool:
+        """Whether the tenant may have so many more, with so many hashes together."""
         mine = [len(p.hashes) for p in self._all.values() if p.session.tenant == tenant]
-        return len(mine) < self._config.prefetch_count_max and sum(mine) + hash_count <= HASH_COUNT_MAX
+        within = len(mine) + count <= self._config.prefetch_count_max
+        return within and sum(mine) + hash_count <= HASH_COUNT_MAX
 
     def _pool(self, prefetch: Prefetch, part: Part) -> int:
         slot_bytes = prefetch.namespace.spec.kv_groups[part[1]].slot_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -19,10 +19,12 @@ from prefixd_server.base.types import (
     Extent,
     LeaseGrant,
     NamespaceRef,
+    PrefetchStatus,
     Redeemed,
     Reserved,
     RunHits,
     ShardExtents,
+    TierReadiness,
 )
 from prefixd_server.cache.watching import Event, EventsLost, RequestEnded
 from prefixd_server.rpc.namespace_spec import spec_to_wire, wire_enum
@@ -32,6 +34,11 @@ def duration(seconds: float) -> Duration:
     """A span, never negative."""
     whole, nanos = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)
     return Duration(seconds=whole, nanos=nanos)
+
+
+def optional_duration(seconds: float | None) -> Duration | None:
+    """A span; absent for None."""
+    return None if seconds is None else duration(seconds)
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -88,16 +95,39 @@ def tier_hits(run: RunHits) -> list[types_pb2.TierHit]:
     return [types_pb2.TierHit(tier=wire_enum(tier), block_count=count) for tier, count in run.hits]
 
 
-def lookup(run: RunHits) -> wire.LookupResponse:
+def lookup(run: RunHits, readiness: Sequence[TierReadiness]) -> wire.LookupResponse:
     """Answer of Lookup."""
     return wire.LookupResponse(
-        hits=tier_hits(run), pending_block_count=run.pending_count, miss_block_count=run.miss_count
+        hits=tier_hits(run),
+        pending_block_count=run.pending_count,
+        miss_block_count=run.miss_count,
+        readiness=[
+            types_pb2.TierReadiness(
+                tier=wire_enum(entry.tier),
+                ready_block_count=entry.ready_count,
+                pending_block_count=entry.pending_count,
+                ready_after=optional_duration(entry.ready_after_s),
+            )
+            for entry in readiness
+        ],
     )
 
 
-def acquired(value: Acquired, boot_id: bytes) -> wire.AcquireResponse:
+def prefetch_status(value: PrefetchStatus) -> wire.PrefetchStatus:
+    """One run of a Prefetch."""
+    return wire.PrefetchStatus(
+        prefetch_id=value.token,
+        ready_block_count=value.ready_count,
+        pending_block_count=value.pending_count,
+        miss_block_count=value.miss_count,
+        ready_after=optional_duration(value.ready_after_s),
+    )
+
+
+def acquired(value: Acquired, boot_id: bytes, ready_after_s: float | None) -> wire.AcquireResponse:
     """Answer of Acquire."""
     return wire.AcquireResponse(
+        ready_after=optional_duration(ready_after_s),
         lease=None if value.lease is None else lease(value.lease, boot_id),
         hits=tier_hits(value.run),
         pending_block_count=value.run.pending_count,

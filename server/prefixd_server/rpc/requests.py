@@ -25,6 +25,7 @@ from prefixd_server.base.types import (
     LeaseRelease,
     NamespaceRef,
     NamespaceSpec,
+    PrefetchRun,
     RequestPhase,
     StopReason,
     Tier,
@@ -35,6 +36,8 @@ from prefixd_server.rpc import checks
 FINGERPRINT_BYTES = 32
 TOKEN_COUNT_MAX = 4096
 REPORT_COUNT_MAX = 1024
+PREFETCH_COUNT_MAX = 64
+"""Runs of one Prefetch."""
 NAME_BYTES_MAX = 128
 DEVICE_COUNT_MAX = 64
 
@@ -195,10 +198,42 @@ def releases(messages: Iterable[wire.LeaseRelease]) -> list[LeaseRelease]:
     ]
 
 
-def reports(messages: Iterable[wire.UsageReport], spec_of: SpecOf) -> list[UsageReport]:
+def tokens(values: Iterable[bytes]) -> list[bytes]:
+    """Ids of prefetches of the right form."""
+    given = list(values)
+    checks.within("prefetch_ids count", len(given), 1, TOKEN_COUNT_MAX)
+    return [checks.exactly("prefetch_ids", value, checks.ID_BYTES) for value in given]
+
+
+def prefetch_target(value: int) -> None:
+    """The tier to bring runs to. Raises InvalidRequest FIELD_INVALID."""
+    if value not in {types_pb2.TIER_UNSPECIFIED, types_pb2.TIER_DRAM}:
+        raise checks.invalid(
+            "target_tier", value, "must be TIER_DRAM: what is used is brought further by use"
+        )
+
+
+def prefetch_runs(messages: Iterable[wire.PrefetchRun], spec_of: SpecOf) -> list[PrefetchRun]:
+    """Runs of a Prefetch; they have at most 16,384 blocks together."""
+    entries = list(messages)
+    checks.within("runs count", len(entries), 1, PREFETCH_COUNT_MAX)
+    hash_count = sum(len(entry.block_hashes) for entry in entries)
+    if hash_count > HASH_COUNT_MAX:
+        raise checks.too_many_hashes(hash_count)
+    runs = []
+    for entry in entries:
+        ref = namespace_ref(entry.namespace)
+        hashes = checks.run(entry, spec_of(ref).hash_bytes)
+        runs.append(PrefetchRun(ref, hashes, entry.queue_position, checks.span_s(entry, "deadline")))
+    return runs
+
+
+def reports(
+    messages: Iterable[wire.UsageReport], spec_of: SpecOf, *, allow_none: bool = False
+) -> list[UsageReport]:
     """Usage reports; their runs together have at most 16,384 blocks."""
     entries = list(messages)
-    checks.within("reports count", len(entries), 1, REPORT_COUNT_MAX)
+    checks.within("reports count", len(entries), 0 if allow_none else 1, REPORT_COUNT_MAX)
     hash_count = sum(len(entry.block_hashes) for entry in entries)
     if hash_count > HASH_COUNT_MAX:
         raise checks.too_many_hashes(hash_count)
