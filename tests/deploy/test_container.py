@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from prefixd_server.app.cli import main
 from prefixd_server.base.config_sources import load_config
 
 from tests.deploy.conftest import Render
+from tests.support.ports import free_port
 from tests.support.repository import ROOT
 from tests.support.wire import short_directory
 
@@ -32,13 +32,6 @@ def instruction(name: str) -> list[str]:
     """The words of a JSON instruction of the Dockerfile, from its last stage."""
     words: list[str] = json.loads(re.findall(rf"^{name} (\[.*\])$", DOCKERFILE, re.MULTILINE)[-1])
     return words
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def probe(spec: dict[str, Any]) -> bool:

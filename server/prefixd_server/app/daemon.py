@@ -54,7 +54,6 @@ class Daemon:
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.config = config
-        self.metrics = Metrics(prefixd_server.__version__)
         self.ports: dict[str, int] = {}
         self._clock = clock or SystemClock()
         self._open = contextlib.AsyncExitStack()
@@ -69,6 +68,11 @@ class Daemon:
         """The cache floor; there from start() on."""
         assert self._cache is not None, "the daemon was not started"
         return self._cache
+
+    @property
+    def metrics(self) -> Metrics:
+        """What all floors observe; there from start() on."""
+        return self.cache.state.metrics
 
     async def start(self) -> None:
         """Serves when it returns. Raises ConfigError or AlreadyRunning, with nothing left open."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
+import prefixd_server
 from prefixd_server.base.accounts import Stats
 from prefixd_server.base.metric_families import FAMILIES, StatsCollector
 from prefixd_server.base.types import Tier
@@ -32,13 +33,9 @@ LOOP_LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1
 
 
 class Metrics:
-    """The registry and what is observed in passing. Thread-safe, as prometheus_client is.
+    """The registry and what is observed in passing. Thread-safe, as prometheus_client is."""
 
-    Args:
-        version: of the daemon, for prefixd_build_info.
-    """
-
-    def __init__(self, version: str = "") -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._rpc_seconds = Histogram(
             "prefixd_rpc_seconds",
@@ -75,7 +72,7 @@ class Metrics:
         build = Gauge(
             "prefixd_build_info", "1, labelled with the version.", ["version"], registry=self.registry
         )
-        build.labels(version).set(1)
+        build.labels(prefixd_server.__version__).set(1)
         # CPU time, memory, descriptors: prefixd_process_*.
         ProcessCollector(namespace="prefixd", registry=self.registry)
 

@@ -73,6 +73,7 @@ class Copier:
 
         Raises FAULTS, once nothing of it is under way any more.
         """
+        began_at = self._state.clock.now()
         good, bad, unreadable = np.zeros((3, len(batch.source_slots)), dtype=np.bool_)
         faults = []
         urgent = errand.urgency is Urgency.DEMAND
@@ -92,6 +93,9 @@ class Copier:
         copied = Copied(good, bad, unreadable, tuple(faults))
         if batch.source is Tier.DRAM:
             self.forget_lost(batch, copied)
+        good_bytes = int(good.sum()) * batch.namespace.spec.kv_groups[batch.kv_group].block_bytes
+        seconds = self._state.clock.now() - began_at
+        self._state.metrics.crossed(batch.source, batch.target, seconds, good_bytes)
         return copied
 
     async def _copy_span(self, batch: Batch, errand: Errand, first: int, end: int) -> CopyResult:

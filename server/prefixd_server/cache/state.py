@@ -10,6 +10,7 @@ from prefixd_server.base.accounts import Counters
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import Unavailable
+from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.events import Effect, Event
@@ -55,6 +56,7 @@ class State:
     """Movers of the HBM tier, when it is on."""
     disk: Movers | None = None
     """Movers of the NVMe tier alone: a disk that hangs holds up nothing else. None without that tier."""
+    metrics: Metrics = field(default_factory=Metrics)
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: dict[str, Counters] = field(default_factory=dict)
     bad_slots: list[BadSlot] = field(default_factory=list)
