@@ -34,6 +34,7 @@ def machine(own_machine: FakeCuda) -> Iterator[FakeCuda]:
     own_machine.heal()
     yield own_machine
     own_machine.heal()
+    own_machine.forget()
     assert own_machine.violations[before:] == []
 
 
@@ -41,4 +42,5 @@ def machine(own_machine: FakeCuda) -> Iterator[FakeCuda]:
 def careless(own_machine: FakeCuda) -> FakeCuda:
     """The stand-in for tests that break its rules on purpose."""
     own_machine.heal()
+    own_machine.forget()
     return own_machine

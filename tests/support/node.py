@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 from prefixd_server.base.clock import ManualClock
-from prefixd_server.base.config import Config, DramConfig, LeaseConfig, NvmeConfig, ServerConfig, TenantConfig
+from prefixd_server.base.config import (
+    Config,
+    DramConfig,
+    HbmConfig,
+    LeaseConfig,
+    NvmeConfig,
+    ServerConfig,
+    TenantConfig,
+)
 from prefixd_server.base.types import Extent, Hashes, hashes_from_bytes
 from prefixd_server.cache.build import DiskSeams, build_cache
 from prefixd_server.cache.cache import Cache
@@ -92,9 +100,9 @@ class Node:
         assert view is not None
         return view
 
-    def open_session(self, tenant: str, instance_id: str) -> Session:
-        """A session with a companion, of a process of its own."""
-        session = self.cache.sessions.open(tenant, instance_id, "test", "0.1.0", 0, True)
+    def open_session(self, tenant: str, instance_id: str, devices: frozenset[str] = frozenset()) -> Session:
+        """A session with a companion, of a process of its own, which can open these GPUs' memory."""
+        session = self.cache.sessions.open(tenant, instance_id, "test", "0.1.0", 0, True, devices)
         self.next_pid += 1
         self.cache.companions.attach(session.session_id, tenant, self.next_pid, 0)
         return session
@@ -120,6 +128,7 @@ def start_node(
     nvme: NvmeConfig | None = None,
     data_dir: Path | None = None,
     disk: DiskSeams | None = None,
+    hbm: HbmConfig | None = None,
 ) -> Node:
     """A running cache floor; close() it."""
     loop = asyncio.new_event_loop()
@@ -128,6 +137,7 @@ def start_node(
         dram=DramConfig(size_bytes=dram_bytes, segment_bytes=segment_bytes, prefault=False),
         leases=leases or LeaseConfig(ttl_max_s=10.0),
         nvme=nvme or NvmeConfig(),
+        hbm=hbm or HbmConfig(),
         server=ServerConfig(data_dir=data_dir),
         tenants=tuple(TenantConfig(name=name) for name in tenants),
     )

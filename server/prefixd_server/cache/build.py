@@ -20,12 +20,14 @@ from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
+from prefixd_server.cache.hbm_placement import HbmPlacement
+from prefixd_server.cache.hbm_tier import HbmTier
+from prefixd_server.cache.hbm_transfers import HbmTransfers
 from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
-from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -45,6 +47,7 @@ from prefixd_server.catalog.slots import SlotTable
 from prefixd_server.index.line import open_line
 from prefixd_server.index.process import Index, IndexOptions, OpenProcess
 from prefixd_server.media.dram import DramMedium
+from prefixd_server.media.hbm import HbmMedium
 from prefixd_server.media.movers import Movers
 from prefixd_server.media.nvme import NvmeMedium
 from prefixd_server.media.nvme_format import file_bytes
@@ -53,6 +56,8 @@ from prefixd_server.policy.lru import LruPolicy
 from prefixd_server.policy.policy import DaemonPolicy
 
 BOOT_ID_BYTES = 16
+HBM_MOVER_COUNT = 2
+"""One in each direction keeps the link busy; they wait, and copy nothing themselves."""
 INDEX_SHARE = 1 / 32
 INDEX_BYTES_MIN = 16 << 20
 """Disk space kept for the index, of the NVMe tier's size: the cap holds with it."""
@@ -63,7 +68,6 @@ class DiskSeams:
     """What tests put in the place of the NVMe tier's outside."""
 
     files: Files | None = None
-    movers: Movers | None = None
     index_options: IndexOptions | None = None
     open_index: OpenProcess = open_line
 
@@ -89,6 +93,9 @@ def build_cache(
     medium = _open_nvme(config, clock, disk.files)
     if medium is not None:
         tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
+    device = _hbm_medium(config)
+    if device is not None:
+        tables[Tier.HBM] = SlotTable(Tier.HBM, device.segment_bytes, device.segment_count)
     state = _state(config, clock, movers, seed, dram, medium, tables)
     endings = Endings(state)
     epochs = Epochs(config.server.data_dir, clock)
@@ -101,6 +108,9 @@ def build_cache(
     bad_copies = BadCopies(state, sessions, endings)
     migration = Migration(state, config.migration)
     copier = Copier(state, bad_copies, migration.governors)
+    hbm = None
+    if device is not None:
+        hbm = _hbm_placement(config, state, sessions, endings, room, device, copier)
     nvme = transfers = None
     if medium is not None:
         nvme = _nvme_tier(config, state, room, medium, disk)
@@ -110,8 +120,8 @@ def build_cache(
     if nvme is not None and transfers is not None:
         scheduler = Scheduler(state, nvme, transfers, migration, prefetching)
         storage = Storage(state, nvme, transfers, epochs, scheduler)
-    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching)
-    writing = Writing(state, sessions, endings, room, workload)
+    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching, hbm)
+    writing = Writing(state, sessions, endings, room, workload, None if hbm is None else hbm.tier)
     return Cache(
         state=state,
         epochs=epochs,
@@ -124,11 +134,13 @@ def build_cache(
         writing=writing,
         portable=Portable(state, reading, writing, verifier, bad_copies, workload),
         usage=Usage(state, sessions, workload, migration, prefetching),
-        administration=Administration(state, sessions, endings, room, epochs, nvme, clock.now()),
+        administration=Administration(
+            state, sessions, endings, room, epochs, nvme, clock.now(), None if hbm is None else hbm.tier
+        ),
         storage=storage,
+        hbm=hbm,
         migration=migration,
         prefetching=prefetching,
-        readiness=Readiness(state, migration, reading),
         watchers=watchers,
         explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
@@ -166,7 +178,7 @@ def _state(
 
 def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, seams: DiskSeams) -> NvmeTier:
     """The tier over its files, with movers of its own."""
-    state.disk = seams.movers or Movers(config.nvme.thread_count, config.movers.queue_limit)
+    state.disk = Movers(config.nvme.thread_count, config.movers.queue_limit)
     health = NvmeHealth(state.clock, medium, state.disk, config.nvme.latency_max_s, config.nvme.retry_pause_s)
     index = Index(
         medium.index_directory,
@@ -177,6 +189,28 @@ def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, sea
     )
     budget = WriteBudget(config.nvme.write_budget_bytes, state.clock)
     return NvmeTier(state, room, medium, index, budget, health)
+
+
+def _hbm_medium(config: Config) -> HbmMedium | None:
+    """The HBM tier's memory, nothing of it taken yet; None when the tier is off."""
+    count, hbm = config.hbm_segment_count, config.hbm
+    return HbmMedium(hbm.device, hbm.segment_bytes, count, hbm.copy_timeout_s) if count else None
+
+
+def _hbm_placement(
+    config: Config,
+    state: State,
+    sessions: Sessions,
+    endings: Endings,
+    room: Room,
+    medium: HbmMedium,
+    copier: Copier,
+) -> HbmPlacement:
+    """The tier over its memory, with movers of its own."""
+    state.device = Movers(HBM_MOVER_COUNT, config.movers.queue_limit)
+    state.media[Tier.HBM] = medium
+    tier = HbmTier(state, sessions, endings, room, medium, state.device)
+    return HbmPlacement(state, tier, HbmTransfers(state, room, tier, copier))
 
 
 def _open_nvme(config: Config, clock: Clock, files: Files | None) -> NvmeMedium | None:

@@ -18,10 +18,10 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
+from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
-from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -53,9 +53,9 @@ class Cache:
         usage: Usage,
         administration: Administration,
         storage: Storage | None,
+        hbm: HbmPlacement | None,
         migration: Migration,
         prefetching: Prefetching,
-        readiness: Readiness,
         companions: Companions,
         watchers: Watchers,
         explaining: Explaining,
@@ -73,13 +73,11 @@ class Cache:
         self.boot_id = state.boot_id
         self.limits = state.limits
         self.storage = storage
+        self.hbm = hbm
         self.migration = migration
         self.prefetching = prefetching
         self.prefetch = prefetching.ask
         self.cancel_prefetches = prefetching.cancel
-        self.readiness = readiness.of
-        self.ready_after_s = readiness.ready_after_s
-        self.prefetch_status = readiness.status
         self.lookup = reading.lookup
         self.wait_for = reading.wait_for
         self.acquire = reading.acquire
@@ -143,6 +141,8 @@ class Cache:
         loop = asyncio.get_running_loop()
         if self.storage is not None:
             self._tasks.append(loop.create_task(self.storage.run()))
+        if self.hbm is not None:
+            self._tasks += [loop.create_task(self.hbm.tier.run()), loop.create_task(self.hbm.run())]
         self._tasks += [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
 
     async def stop(self) -> None:
@@ -155,6 +155,8 @@ class Cache:
         self.migration.hurry()
         if self.storage is not None:
             await self.storage.close()
+        if self.hbm is not None:
+            await self.hbm.close()
         await self.state.movers.drain()
         self.state.movers.close()
         self.state.dram.close()

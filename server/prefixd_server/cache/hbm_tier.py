@@ -69,7 +69,8 @@ class HbmTier:
         self.movers = movers
         self.state = HbmState.STARTING
         self.reason = "memory is being allocated"
-        self._segment_ids = [0] * medium.segment_count
+        self.segment_ids = [0] * medium.segment_count
+        """Wire id of each segment's present memory, by segment index."""
         self._mapped_by: list[set[int]] = [set() for _ in range(medium.segment_count)]
         """Processes that were given the segment's handle, by pid."""
         self._former_tenant: list[str | None] = [None] * medium.segment_count
@@ -91,7 +92,7 @@ class HbmTier:
         found = {}
         for extent in extents:
             if extent.tier is Tier.HBM and extent.segment_id not in found:
-                segment = self._segment_ids.index(extent.segment_id)
+                segment = self.segment_ids.index(extent.segment_id)
                 self._mapped_by[segment].add(session.pid)
                 found[extent.segment_id] = DeviceSegment(
                     extent.segment_id,
@@ -148,7 +149,7 @@ class HbmTier:
             ):
                 self._former_tenant[segment] = tenant
                 slot_bytes = self._state.catalog.namespaces.pool_of(pool).slot_bytes
-                table.assign(segment, pool, slot_bytes, self._segment_ids[segment])
+                table.assign(segment, pool, slot_bytes, self.segment_ids[segment])
                 return True
         return False
 
@@ -206,7 +207,7 @@ class HbmTier:
             return False
         finally:
             self._renewing.discard(segment)
-        self._segment_ids[segment] = self._room.new_segment_id()
+        self.segment_ids[segment] = self._room.new_segment_id()
         self._former_tenant[segment] = None
         return True
 
@@ -240,7 +241,7 @@ class HbmTier:
                     return
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_S_MAX)
-            self._segment_ids[segment] = self._room.new_segment_id()
+            self.segment_ids[segment] = self._room.new_segment_id()
             self.state = HbmState.READY
         self.reason = ""
         log.info("HBM tier ready", device=self.medium.uuid, bytes=self.medium.allocated_bytes)

@@ -20,6 +20,7 @@ from prefixd_server.base.runs import leading
 from prefixd_server.base.types import (
     Acquired,
     BadBlock,
+    DeviceSegment,
     Extent,
     Hashes,
     LeaseGrant,
@@ -34,6 +35,7 @@ from prefixd_server.base.types import (
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
@@ -44,9 +46,11 @@ from prefixd_server.catalog.events import CopiesLeased
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
 from prefixd_server.catalog.namespaces import Namespace
 
-READABLE_TIERS = (Tier.HBM, Tier.DRAM)
-"""Tiers whose slots an engine can read, fastest first."""
-STORED_TIERS = (*READABLE_TIERS, Tier.NVME)
+READABLE_TIERS = (Tier.DRAM,)
+"""Tiers whose slots every engine of the node can read."""
+DEVICE_TIERS = (Tier.HBM, *READABLE_TIERS)
+"""Those that one with the daemon's device can, fastest first."""
+STORED_TIERS = (*DEVICE_TIERS, Tier.NVME)
 WARM_BYTES = 32 << 20
 WARM_BLOCK_COUNT_MIN = 4
 """How much of a cold run is brought at once, per shard and KV group."""
@@ -62,6 +66,8 @@ class Found:
     hit_count: int
     known_count: int
     tiers: NDArray[np.uint8]
+    allowed: tuple[Tier, ...]
+    """Tiers whose copies count."""
 
     def run(self, asked: int) -> RunHits:
         """hits + pending + misses = asked."""
@@ -86,7 +92,9 @@ class Reading:
         transfers: Transfers | None,
         workload: Workload,
         prefetching: Prefetching,
+        hbm: HbmPlacement | None = None,
     ) -> None:
+        self._hbm = hbm
         self._state = state
         self._sessions = sessions
         self._endings = endings
@@ -101,13 +109,19 @@ class Reading:
         namespace = self._state.catalog.namespaces.get(tenant, ref)
         return self._find(namespace, hashes, namespace.spec.parts, STORED_TIERS).run(len(hashes))
 
-    async def wait_for(self, tenant: str, ref: NamespaceRef, hashes: Hashes, max_wait_s: float) -> None:
-        """Waits until all of the run that is stored can be read, or until the time is over."""
+    async def wait_for(
+        self, tenant: str, ref: NamespaceRef, hashes: Hashes, max_wait_s: float, session_id: bytes = b""
+    ) -> None:
+        """Waits until all of the run that is stored can be read, or until the time is over.
+
+        session_id is whose reading counts; without one, what every engine can read.
+        """
+        readable = self._readable(self._sessions.get(tenant, session_id) if session_id else None)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_s
         while True:
             namespace = self._state.catalog.namespaces.get(tenant, ref)
-            coming = self._warm(self._find(namespace, hashes, namespace.spec.parts))
+            coming = self._warm(self._find(namespace, hashes, namespace.spec.parts, readable))
             remaining = deadline - loop.time()
             if not coming or remaining <= 0:
                 return
@@ -128,11 +142,13 @@ class Reading:
         self._state.refuse_when_draining()
         session = self._sessions.get(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
-        found = self._find(namespace, hashes, namespace.spec.parts)
+        found = self._find(namespace, hashes, namespace.spec.parts, self._readable(session))
         run = found.run(len(hashes))
         self.count(tenant, run)
         self._warm(found)
         self._warm_hot(found)
+        if self._hbm is not None:
+            self._hbm.consider(session, [rows[: found.hit_count] for rows in found.rows.values()])
         self._workload.used((tenant, session.instance_id, request_id), namespace, hashes, found.rows)
         if found.hit_count <= skip_count:
             self._prefetching.acquired(session, namespace, hashes, request_id, None)
@@ -143,24 +159,25 @@ class Reading:
         lease = self._lease(session, namespace, found, skip_count, ttl)
         self._prefetching.acquired(session, namespace, hashes, request_id, lease)
         extents = tuple(e for shard in redeem_shards for e in self._extents(lease, shard))
-        return Acquired(run, LeaseGrant(lease.token, ttl), extents)
+        return Acquired(run, LeaseGrant(lease.token, ttl), extents, self._devices(session, extents))
 
     def redeem(self, tenant: str, session_id: bytes, token: bytes, shard: int) -> Redeemed:
         """Hands one shard of a lease to a worker of the same instance."""
         session = self._sessions.get(tenant, session_id)
         lease = self._state.leases.read(token, tenant, session.instance_id)
         hold = lease.shards.get(shard)
-        if hold is None or self._forgotten(hold):
+        if hold is None or self._forgotten(hold) or not self._can_read(session, hold):
             raise NotFound(
                 "SHARD_NOT_LEASED",
-                f"shard {shard} of this lease was released, its blocks were forgotten, or it is out of "
-                "range; acquire again",
+                f"shard {shard} of this lease was released, its blocks were forgotten, they lie on a "
+                "device that this session has not named, or it is out of range; acquire again",
                 field="shard",
                 value=shard,
             )
         hold.holder = session.session_id
         remaining = max(0.0, lease.expires_at - self._state.clock.now())
-        return Redeemed(LeaseGrant(token, remaining), tuple(self._extents(lease, shard)))
+        extents = tuple(self._extents(lease, shard))
+        return Redeemed(LeaseGrant(token, remaining), extents, self._devices(session, extents))
 
     async def release(self, tenant: str, session_id: bytes, releases: list[LeaseRelease]) -> tuple[int, int]:
         """Ends shards of leases; verifies reported blocks first. (released, confirmed bad)."""
@@ -168,6 +185,8 @@ class Reading:
         released = confirmed = 0
         for entry in releases:
             lease = self._state.leases.reads.get(entry.token)
+            if self._endings.release_orphan(entry.token, tenant, session.instance_id, entry.shards):
+                released += lease is None
             if lease is None or (lease.tenant, lease.instance_id) != (tenant, session.instance_id):
                 continue
             for bad in entry.bad_blocks:
@@ -176,11 +195,6 @@ class Reading:
             released += bool(lease.shards)
             self._endings.release_shards(lease, shards)
         return released, confirmed
-
-    def find(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> Found:
-        """The run as every engine of the node could read it."""
-        namespace = self._state.catalog.namespaces.get(tenant, ref)
-        return self._find(namespace, hashes, namespace.spec.parts)
 
     def find_one(self, namespace: Namespace, shard: int, kv_group: int, hashes: Hashes) -> Found:
         """The run as one shard and KV group has it."""
@@ -196,6 +210,23 @@ class Reading:
         counters.missed += run.miss_count
         counters.asked += run.pending_count + run.miss_count
 
+    # -- devices -------------------------------------------------------------------------------
+
+    def _readable(self, session: Session | None) -> tuple[Tier, ...]:
+        """Tiers that the session can read."""
+        serves = self._hbm is not None and session is not None and self._hbm.serves(session)
+        return DEVICE_TIERS if serves else READABLE_TIERS
+
+    def _can_read(self, session: Session, hold: ShardHold) -> bool:
+        tiers = self._readable(session)
+        return all(piece.tier in tiers for piece in hold.pieces)
+
+    def _devices(self, session: Session, shards: tuple[ShardExtents, ...]) -> tuple[DeviceSegment, ...]:
+        """The segments in GPU memory among the extents."""
+        if self._hbm is None:
+            return ()
+        return self._hbm.tier.device_segments(session, [e for shard in shards for e in shard.extents])
+
     # -- steps ---------------------------------------------------------------------------------
 
     def _warm(self, found: Found) -> list[asyncio.Future[None]]:
@@ -203,12 +234,15 @@ class Reading:
 
         A window at a time: the first blocks of a cold run at once, the rest when they are asked for again.
         """
-        if self._transfers is None or found.known_count == found.hit_count:
+        if found.known_count == found.hit_count:
             return []
-        coming = []
+        coming: list[asyncio.Future[None]] = []
         for rows in found.rows.values():
             first = rows[found.hit_count : found.known_count][: self._window(rows)]
-            coming += self._transfers.promote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
+            if self._transfers is not None:
+                coming += self._transfers.promote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
+            if self._hbm is not None and found.allowed == READABLE_TIERS:
+                coming += self._hbm.transfers.demote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
         return coming
 
     def _warm_hot(self, found: Found) -> None:
@@ -250,7 +284,7 @@ class Reading:
             hit = min(hit, leading(servable))
             tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
-        return Found(rows_of, hit, known, tiers)
+        return Found(rows_of, hit, known, tiers, allowed)
 
     def _tier_of(self, rows: Rows, allowed: tuple[Tier, ...] = READABLE_TIERS) -> NDArray[np.uint8]:
         """The fastest of the tiers that has each row whole; 0 when none has."""
@@ -273,7 +307,7 @@ class Reading:
         shards: dict[int, list[LeasedPiece]] = {}
         for (shard, group), rows in found.rows.items():
             wanted = rows[skip : found.hit_count]
-            for tier, first, last in _pieces(self._tier_of(wanted)):
+            for tier, first, last in _pieces(self._tier_of(wanted, found.allowed)):
                 slots = self._state.catalog.columns.slot[tier][wanted[first:last]]
                 self._state.apply(CopiesLeased(tier, slots))
                 shards.setdefault(shard, []).append(LeasedPiece(group, tier, skip + first, slots))

@@ -81,7 +81,11 @@ class FakeCuda:
     def preload(self) -> None:
         """Makes this the machine of the calling process. Once: a driver is not initialised twice."""
         os.environ["FAKE_CUDA_DIR"] = str(self.directory)
-        ctypes.CDLL(str(build() / _LIBRARY), mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(str(build() / _LIBRARY), mode=ctypes.RTLD_GLOBAL)
+
+    def forget(self) -> None:
+        """The calling process is as one that has used nothing yet: what a fault has left behind is gone."""
+        self._library.fake_cuda_forget()
 
     # -- faults --------------------------------------------------------------------------------
 

@@ -168,6 +168,19 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     return leave(CUDA_SUCCESS);
 }
 
+/* For tests: this process is as one that has used nothing yet, and nothing of it is under way. */
+void fake_cuda_forget(void) {
+    lock();
+    forget_streams();
+    forget_memory();
+    for (int device = 0; device < DEVICE_COUNT_MAX; device++)
+        if (contexts[device].references > 0) {
+            contexts[device].references = 0;
+            ledger_free(contexts[device].ledger_id);
+        }
+    unlock();
+}
+
 CUresult cuCtxSetCurrent(CUcontext context) {
     if (!is_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;

@@ -83,12 +83,14 @@ CUcontext current(CUresult *error);
 /* Where `bytes` at `pointer` really lie; NULL and a violation when a rule forbids it. Host memory is itself. */
 char *resolve(CUcontext context, CUdeviceptr pointer, size_t bytes, CUresult *error);
 int context_has_memory(CUcontext context);
+void forget_memory(void);
 
 /* ---- streams.c: the caller holds the lock ------------------------------------------------------------ */
 
 /* Whether a copy that has not happened yet touches this memory. */
 int is_pending(CUdeviceptr base, size_t bytes);
 int context_has_streams(CUcontext context);
+void forget_streams(void);
 
 /* Begin a driver call: lock, and the current context or return the error. */
 #define ENTER(context)                                                                                       \

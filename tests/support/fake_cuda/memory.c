@@ -50,6 +50,26 @@ int context_has_memory(CUcontext context) {
     return 0;
 }
 
+/* The addresses stay reserved, so that using them later is seen for what it is. */
+static void unmap(struct Range *range) {
+    munmap(range->memory, range->bytes);
+    range->memory = NULL;
+    range->kind = GONE;
+}
+
+void forget_memory(void) {
+    for (int at = 0; at < RANGE_COUNT; at++) {
+        if (ranges[at].kind == OWN)
+            ledger_free(ranges[at].id);
+        if (ranges[at].kind == OPENED)
+            ledger_detach(ranges[at].id);
+        if (ranges[at].kind == OWN || ranges[at].kind == OPENED)
+            unmap(&ranges[at]);
+        if (ranges[at].kind == PINNED)
+            memset(&ranges[at], 0, sizeof ranges[at]);
+    }
+}
+
 char *resolve(CUcontext context, CUdeviceptr pointer, size_t bytes, CUresult *error) {
     struct Range *range = range_at(pointer);
     if (range == NULL || range->kind == PINNED) {
@@ -85,13 +105,6 @@ static CUresult map(CUcontext context, enum Kind kind, uint64_t id, size_t bytes
     *range = (struct Range){kind, context, (CUdeviceptr)base, bytes, memory, id, 1};
     *pointer = range->base;
     return CUDA_SUCCESS;
-}
-
-/* The addresses stay reserved, so that using them later is seen for what it is. */
-static void unmap(struct Range *range) {
-    munmap(range->memory, range->bytes);
-    range->memory = NULL;
-    range->kind = GONE;
 }
 
 CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes) {

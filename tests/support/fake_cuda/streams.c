@@ -61,6 +61,17 @@ int context_has_streams(CUcontext context) {
     return 0;
 }
 
+void forget_streams(void) {
+    for (struct Stream *stream = streams; stream != NULL; stream = stream->next) {
+        stream->is_gone = 1;
+        stream->first = NULL;
+        stream->end = &stream->first;
+        stream->done = stream->last;
+    }
+    for (struct Event *event = events; event != NULL; event = event->next)
+        event->is_gone = 1;
+}
+
 static struct Stream *enlist(struct Stream *stream, CUcontext context) {
     stream->context = context;
     stream->end = &stream->first;

@@ -1,0 +1,139 @@
+"""A node with an HBM tier, and engines that read and write it; the daemon's own copies stand for theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from prefixd_server.base.config import HbmConfig
+from prefixd_server.base.types import Acquired, Extent, NamespaceSpec, Reserved, Tier
+from prefixd_server.cache.hbm_placement import HbmPlacement
+from prefixd_server.cache.hbm_tier import HbmState
+
+from tests.support.engine import Engine
+from tests.support.fake_cuda import MIB, uuid_of
+from tests.support.node import Node, block_data, checksum, packed, start_node
+from tests.support.specs import spec
+
+SEGMENT = 2 * MIB
+BLOCK = 65_536
+SLOTS_PER_SEGMENT = SEGMENT // BLOCK
+
+
+def start_device_node(segment_count: int = 2, **more: Any) -> Node:
+    """A node with so much HBM on device 0, all of it there."""
+    config = HbmConfig(
+        size_bytes=segment_count * SEGMENT, segment_bytes=SEGMENT, device=uuid_of(0), copy_timeout_s=0.1
+    )
+    node = start_node(tenants=("red", "blue"), hbm=config, **more)
+    until(node, lambda: hbm_of(node).tier.reason == "")
+    return node
+
+
+def hbm_of(node: Node) -> HbmPlacement:
+    """The node's HBM tier."""
+    assert node.cache.hbm is not None
+    return node.cache.hbm
+
+
+def until(node: Node, reached: Callable[[], bool]) -> None:
+    """Lets the node's loop run until the state is reached; the test's own timeout ends it otherwise."""
+
+    async def wait() -> None:
+        while not reached():
+            node.cache.raise_if_broken()
+            await asyncio.sleep(0.002)
+
+    node.loop.run_until_complete(wait())
+
+
+def settle(node: Node) -> None:
+    """Until no transfer is under way or waiting."""
+    until(node, lambda: hbm_of(node).settled)
+
+
+def end_all(node: Node) -> None:
+    """Every engine's process is dead."""
+    for session in node.cache.sessions.open_of():
+        node.cache.companions.process_dead(session.session_id)
+
+
+def is_off(node: Node) -> bool:
+    return hbm_of(node).tier.state is HbmState.OFF
+
+
+class DeviceEngine(Engine):
+    """An engine process that can open device 0, or the devices given."""
+
+    def reserve_there(self, hashes: list[bytes]) -> Reserved:
+        """Slots in HBM for a run from the root."""
+        ids = (self.tenant, self.session.session_id, self.ref, self.shard, 0)
+        return self.node.cache.reserve(*ids, None, packed(hashes), None, None, Tier.HBM)
+
+    def put_there(self, hashes: list[bytes]) -> Reserved:
+        """Stores a run in HBM, as far as the daemon lets us."""
+        reserved = self.reserve_there(hashes)
+        assert reserved.lease is not None
+        datas = [block_data(key, self.shard, self.block_bytes) for key in hashes]
+        pending = iter(datas[len(datas) - sum(e.block_count for e in reserved.extents) :])
+        for extent in reserved.extents:
+            for index in range(extent.block_count):
+                Place(self.node, extent, index).write_all(next(pending))
+        sums = np.array([checksum(data) for data in datas], dtype=np.uint64)
+        self.node.cache.commit(self.tenant, self.session.session_id, reserved.lease.token, 0, sums)
+        return reserved
+
+    def acquire(self, hashes: list[bytes], skip: int = 0) -> Acquired:
+        """Leases a run with its extents, on the loop: it may start transfers."""
+
+        async def ask() -> Acquired:
+            return Engine.acquire(self, hashes, skip)
+
+        return self.node.loop.run_until_complete(ask())
+
+    def read_all(self, acquired: Acquired) -> list[bytes]:
+        """The bytes of every block of shard 0, wherever it lies; each matches its checksum."""
+        blocks = []
+        for shard in acquired.shard_extents:
+            for extent in shard.extents:
+                assert extent.checksums is not None
+                for index in range(extent.block_count):
+                    data = Place(self.node, extent, index).read_all(self.block_bytes)
+                    assert checksum(data) == int(extent.checksums[index])
+                    blocks.append(data)
+        return blocks
+
+
+class Place:
+    """One slot, in DRAM or HBM."""
+
+    def __init__(self, node: Node, extent: Extent, index: int) -> None:
+        self._medium = node.cache.state.media[extent.tier]
+        ids = hbm_of(node).tier.segment_ids if extent.tier is Tier.HBM else node.cache.room.segment_ids
+        self._segment = ids.index(extent.segment_id)
+        self._offset = extent.offset_bytes + index * extent.stride_bytes
+
+    def write_all(self, data: bytes) -> None:
+        self._medium.write(self._segment, self._offset, memoryview(data))
+
+    def read_all(self, length_bytes: int) -> bytes:
+        target = bytearray(length_bytes)
+        self._medium.read(self._segment, self._offset, memoryview(target))
+        return bytes(target)
+
+
+def device_engine(
+    node: Node, tenant: str = "red", instance: str = "one", devices: tuple[int, ...] = (0,), **changes: Any
+) -> DeviceEngine:
+    """A process that can open these devices' memory."""
+    chosen: NamespaceSpec = spec(**changes)
+    ref = node.cache.open_namespace(tenant, chosen)
+    session = node.open_session(tenant, instance, frozenset(map(uuid_of, devices)))
+    return DeviceEngine(node, session, ref, chosen.kv_groups[0].block_bytes)
+
+
+def tiers_of(acquired: Acquired) -> list[tuple[Tier, int]]:
+    """Where the hits lie."""
+    return list(acquired.run.hits)
