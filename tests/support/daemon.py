@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,7 +119,7 @@ class DaemonProcess:
     def wait_until_serving(self) -> None:
         """Returns when health says SERVING; AssertionError when it ends or the time is over."""
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while serving(self.socket) is not True:
+        while not listening(self.socket) or serving(self.socket) is not True:
             assert self.process.poll() is None, f"the daemon ended: {self.log}"
             assert time.monotonic() < deadline, f"the daemon is not serving: {self.log}"
             time.sleep(0.02)
@@ -138,9 +139,15 @@ class DaemonProcess:
             self.process.wait()
 
 
-def serving(socket: Path, service: str = "") -> bool | None:
+def listening(path: Path) -> bool:
+    """Whether anybody accepts connections; gRPC is only asked then, for its channels do not end lightly."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        return caller.connect_ex(str(path)) == 0
+
+
+def serving(path: Path, service: str = "") -> bool | None:
     """What health says; None when nobody answers."""
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
+    with grpc.insecure_channel(f"unix:{path}") as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=2.0

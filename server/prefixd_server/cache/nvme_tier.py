@@ -176,6 +176,7 @@ class NvmeTier:
                     self._state.apply(RecordsDeleted(gone.tier, gone.slots))
                 for _, slots in disowned:
                     self._state.catalog.slots[Tier.NVME].free(slots)
+                failpoint("departures.freed")
 
     @property
     def has_departures(self) -> bool:

@@ -179,6 +179,7 @@ class Recovery:
         filling = _Filling(self._state, space, blocks, slots, refused, self.report)
         for first, end in _steps(blocks):
             filling.put(first, end)
+            failpoint("recovery.step")
             await asyncio.sleep(0)
             if self._was_dropped(owner[0]):
                 return np.ones(len(refused), dtype=np.bool_)
