@@ -29,8 +29,8 @@ from tests.support.specs import spec
 from tests.support.wire_engine import put_messages
 
 BLOCK_BYTES = 65_536
-CALL_TIMEOUT_S = 10.0
-STATE_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 30.0
+STATE_TIMEOUT_S = 60.0
 RUN_BLOCKS_MAX = 8
 REMEMBERED_RUNS = 60
 MODELS = ("one", "two")
