@@ -68,6 +68,7 @@ class DiskSeams:
     """What tests put in the place of the NVMe tier's outside."""
 
     files: Files | None = None
+    movers: Movers | None = None
     index_options: IndexOptions | None = None
     open_index: OpenProcess = open_line
 
@@ -178,7 +179,7 @@ def _state(
 
 def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, seams: DiskSeams) -> NvmeTier:
     """The tier over its files, with movers of its own."""
-    state.disk = Movers(config.nvme.thread_count, config.movers.queue_limit)
+    state.disk = seams.movers or Movers(config.nvme.thread_count, config.movers.queue_limit)
     health = NvmeHealth(state.clock, medium, state.disk, config.nvme.latency_max_s, config.nvme.retry_pause_s)
     index = Index(
         medium.index_directory,
