@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -58,8 +59,11 @@ class Bench:
     def __init__(self, namespace: Namespace, block_count: int, block_bytes: int, address: str) -> None:
         self.namespace = namespace
         self.block_bytes = block_bytes
-        rng = np.random.default_rng(0)
-        self.memory = rng.integers(0, 256, (block_count, block_bytes), dtype=np.uint8)
+        size = block_count * block_bytes
+        memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        memory[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+        self.memory = memory.reshape(block_count, block_bytes)
+        """Aligned, as the allocators of engines give it."""
         self.blocks = list(self.memory)
         self.addresses = [block.ctypes.data for block in self.blocks]
         self.kept = [os.urandom(32) for _ in self.blocks]

@@ -3,11 +3,13 @@
     python -m bench.four_engines [--engines N] [--blocks N] [--rounds N] [--json OUT]
 
 Every process has its own engine memory and its own run of 256 blocks of 1 MiB.
-In each round all of them get at once (acquire, load, release) and put at once
-(reserve, store, commit). The limit, in the same processes and the same round:
-ctypes.memmove between the same blocks and the very same slots, and XXH3_64 over
-the same engine memory, block by block. A phase lasts from the first start to the
-last end; the median over the rounds of limit / ours is judged, both ways: 0.90.
+In each round all of them get at once (acquire, load, release, three times over) and
+put at once (reserve, store, commit). The limit, in the same processes and the same
+round: ctypes.memmove between the same blocks and the very same slots, and XXH3_64
+over the same engine memory, block by block, as many times. A phase lasts from the
+first start to the last end; several gets make it long against the moment in which
+the last process ends alone, which is the scheduler's doing. The median over the
+rounds of limit / ours is judged, both ways: 0.90.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from bench.client_put_get import OPTIONS, Bench, spec_of
 
 LIMIT = 0.90
 BLOCK_BYTES = 1 << 20
+GETS = 3
+"""Times that each process gets its run in one phase."""
 START_TIMEOUT_S = 120.0
 PHASES = ("limit_get", "get", "limit_put", "put")
 
@@ -51,7 +55,7 @@ class Engine:
     def round(self) -> dict[str, Span]:
         """One span per phase."""
         bench = self._bench
-        taken = {"limit_get": self._together(self._copy_out), "get": self._together(bench.get)}
+        taken = {"limit_get": self._together(self._copy_out), "get": self._together(self._get)}
         new = [os.urandom(32) for _ in bench.blocks]
         lease = bench.namespace.reserve(new)
         assert lease is not None
@@ -70,11 +74,16 @@ class Engine:
         work()
         return began, time.monotonic()
 
+    def _get(self) -> None:
+        for _ in range(GETS):
+            self._bench.get()
+
     def _copy_out(self) -> None:
         bench = self._bench
-        for target, source, block in zip(bench.addresses, bench.kept_slots, bench.blocks, strict=True):
-            ctypes.memmove(target, source, BLOCK_BYTES)
-            xxhash.xxh3_64_intdigest(block)
+        for _ in range(GETS):
+            for target, source, block in zip(bench.addresses, bench.kept_slots, bench.blocks, strict=True):
+                ctypes.memmove(target, source, BLOCK_BYTES)
+                xxhash.xxh3_64_intdigest(block)
 
     def _copy_in(self, slots: list[int]) -> None:
         for target, source, block in zip(slots, self._bench.addresses, self._bench.blocks, strict=True):
@@ -155,7 +164,9 @@ def main() -> None:
     result = measure(arguments.engines, arguments.blocks, arguments.rounds)
     size = arguments.engines * arguments.blocks * BLOCK_BYTES
     for phase in PHASES:
-        print(f"{phase:9} {1e3 * result[phase]:8.1f} ms {size / result[phase] / 1e9:6.1f} GB/s together")
+        times = GETS if "get" in phase else 1
+        rate = times * size / result[phase]
+        print(f"{phase:9} {1e3 * result[phase]:8.1f} ms {rate / 1e9:6.1f} GB/s together")
     ratios = [result["get_ratio"], result["put_ratio"]]
     print(
         f"{arguments.engines} engines: get {ratios[0]:.2f}, put {ratios[1]:.2f} of memcpy plus checksum "

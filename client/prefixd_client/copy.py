@@ -8,7 +8,7 @@ CPU's cache for the second pass. ctypes.memmove and xxhash release the GIL.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +17,12 @@ import xxhash
 
 from .layout import Pieces
 
-PART_BYTES = 1 << 20
-"""Copied, then hashed, at a time: fits a core's second-level cache. From this size on memmove also writes
-past the cache without reading the target first; parts of half the size were measured at half the speed."""
+PART_BYTES = 512 << 10
+"""Copied, then hashed, at a time where slot and memory lie alike: half of a core's second-level cache."""
+UNALIKE_PART_BYTES = 1 << 20
+"""The same where they do not: below this size memmove uses the processor's string copy, which runs at half
+the speed when source and target differ in their place within a cache line."""
+LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,18 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return _array_type(nbytes).from_address(address)
 
 
+def _parts(slot: int, pieces: Pieces) -> Iterator[tuple[int, int, int]]:
+    """(address in the slot, in the engine's memory, bytes) of what is copied and hashed at a time."""
+    for start, nbytes in pieces:
+        part_bytes = UNALIKE_PART_BYTES if (slot ^ start) % LINE_BYTES else PART_BYTES
+        address, end = start, start + nbytes
+        while end - address >= 2 * part_bytes:
+            yield slot, address, part_bytes
+            slot, address = slot + part_bytes, address + part_bytes
+        yield slot, address, end - address
+        slot += end - address
+
+
 def read_block(slot: int, pieces: Pieces) -> int:
     """Copies a slot into the engine's memory; returns the checksum of what arrived there.
 
@@ -96,13 +111,9 @@ def read_block(slot: int, pieces: Pieces) -> int:
         memmove(address, slot, nbytes)
         return int(xxhash.xxh3_64_intdigest(_memory(address, nbytes)))
     digest = xxhash.xxh3_64()
-    for piece, size in pieces:
-        address, left = piece, size
-        while left:
-            part = left if left < 2 * PART_BYTES else PART_BYTES
-            memmove(address, slot, part)
-            digest.update(_memory(address, part))
-            address, slot, left = address + part, slot + part, left - part
+    for source, target, nbytes in _parts(slot, pieces):
+        memmove(target, source, nbytes)
+        digest.update(_memory(target, nbytes))
     return int(digest.intdigest())
 
 
@@ -114,13 +125,9 @@ def write_block(slot: int, pieces: Pieces) -> int:
         memmove(slot, address, nbytes)
         return int(checksum)
     digest = xxhash.xxh3_64()
-    for piece, size in pieces:
-        address, left = piece, size
-        while left:
-            part = left if left < 2 * PART_BYTES else PART_BYTES
-            digest.update(_memory(address, part))
-            memmove(slot, address, part)
-            address, slot, left = address + part, slot + part, left - part
+    for target, source, nbytes in _parts(slot, pieces):
+        digest.update(_memory(source, nbytes))
+        memmove(target, source, nbytes)
     return int(digest.intdigest())
 
 

@@ -8,10 +8,19 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixd_client import InvalidArgument
-from prefixd_client.copy import PART_BYTES, checksum_of, read_block, write_block
+from prefixd_client.copy import PART_BYTES, UNALIKE_PART_BYTES, checksum_of, read_block, write_block
 from prefixd_client.layout import paged_blocks, pieces_of
 
-SIZES = [1, 4095, 4096, PART_BYTES - 1, 2 * PART_BYTES, 2 * PART_BYTES + 1, 5 * PART_BYTES + 17]
+SIZES = [
+    1,
+    4095,
+    4096,
+    PART_BYTES - 1,
+    2 * PART_BYTES,
+    2 * PART_BYTES + 1,
+    5 * PART_BYTES + 17,
+    2 * UNALIKE_PART_BYTES,
+]
 
 
 def memory(nbytes: int, seed: int = 0) -> np.ndarray:
@@ -20,8 +29,9 @@ def memory(nbytes: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_a_block_is_copied_whole_and_its_checksum_is_of_all_its_bytes(nbytes, pieces) -> None:
-    source, slot, target = memory(nbytes), np.zeros(nbytes + 64, np.uint8), np.zeros(nbytes, np.uint8)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_block_is_copied_whole_and_its_checksum_is_of_all_its_bytes(nbytes, pieces, shift) -> None:
+    source, slot, target = memory(nbytes), np.zeros(nbytes + 64, np.uint8)[shift:], np.zeros(nbytes, np.uint8)
     cut = [part for part in np.array_split(source, pieces) if part.size]
     expected = xxhash.xxh3_64_intdigest(source)
     assert write_block(slot.ctypes.data, pieces_of(cut, nbytes, writable=False)) == expected
