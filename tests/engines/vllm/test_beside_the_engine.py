@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -56,3 +57,12 @@ def test_the_connector_needs_nothing_of_the_daemon() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
     )
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_installing_the_client_beside_the_engine_changes_nothing() -> None:
+    """pip, asked for what the client needs and kept from any index, finds all of it there."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report", "-"]
+    done = subprocess.run(
+        [*command, *PROJECT["dependencies"]], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout)["install"] == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +96,26 @@ def test_a_restarted_daemon_is_filled_again(own_daemon, engine_of) -> None:
             assert engine.ask(prompt) == right_reply(prompt, 4)
             assert engine.cached[max(engine.cached, key=lambda name: int(name[1:]))] == expected
         assert own_daemon.problems() == []
+
+
+def test_the_schedulers_thread_makes_no_call_to_the_daemon(own_daemon, engine_of, monkeypatch) -> None:
+    """So no hook can wait for one, whether the daemon answers or is stopped."""
+    with engine_of(own_daemon, block_count=40, **SHORT) as engine:
+        callers: set[int] = set()
+        client = engine.connector._client
+        send = client.run
+
+        def watched(call: Any) -> Any:
+            callers.add(threading.get_ident())
+            return send(call)
+
+        monkeypatch.setattr(client, "run", watched)
+        for number in (signal.SIGCONT, signal.SIGSTOP, signal.SIGCONT):
+            own_daemon.signal(number)
+            names = [engine.add(tokens(250, seed=seed), 100) for seed in range(6)]
+            engine.step()
+            engine.abort(names[0])
+            engine.run()
+            engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert callers
+        assert threading.get_ident() not in callers
