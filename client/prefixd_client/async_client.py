@@ -28,7 +28,7 @@ from .namespace import NamespaceSpec
 from .operations import Call, Operations, failed, succeeded
 from .options import ClientOptions
 from .session import Session
-from .values import ClientStatus, PutResult, RunHits, UsageReport
+from .values import ClientStatus, PrefetchStatus, PutResult, RunHits, UsageReport
 
 T = TypeVar("T")
 
@@ -190,6 +190,26 @@ class AsyncNamespace:
         call = self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id, max_wait_s)
         granted = await self._client.run(call)
         return None if granted is None else AsyncReadLease(self._control, self.spec, granted)
+
+    async def prefetch(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        queue_position: int = 0,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> PrefetchStatus | None:
+        """See Namespace.prefetch."""
+        call = self._operations.prefetch(hashes, queue_position, deadline_s, timeout_s)
+        return await self._client.run(call)
+
+    async def cancel_prefetch(self, prefetch_ids: Sequence[bytes]) -> int:
+        """See Namespace.cancel_prefetch."""
+        return await self._client.run(self._operations.cancel_prefetch(prefetch_ids))
+
+    async def keep_quiet(self, span_s: float) -> bool:
+        """See Namespace.keep_quiet."""
+        return await self._client.run(self._operations.keep_quiet(span_s))
 
     async def redeem(self, token: bytes, shard: int) -> AsyncReadLease | None:
         """See Namespace.redeem."""

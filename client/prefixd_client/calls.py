@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from prefixd.v1 import cache_service_pb2 as wire
@@ -15,7 +16,16 @@ from prefixd.v1 import types_pb2
 
 from .errors import InvalidArgument
 from .namespace import NamespaceSpec, wire_enum
-from .values import Committed, DeclineReason, Extent, ReserveOutcome, RunHits, Tier, UsageReport
+from .values import (
+    Committed,
+    DeclineReason,
+    Extent,
+    PrefetchStatus,
+    ReserveOutcome,
+    RunHits,
+    Tier,
+    UsageReport,
+)
 
 LEASE_SHARE_USED = 0.8
 """Of a lease's life, counted from before it was asked for: clocks drift and threads are put to sleep."""
@@ -48,6 +58,17 @@ def duration(seconds: float | None) -> Duration | None:
         return None
     whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
     return Duration(seconds=whole, nanos=nanos)
+
+
+def seconds_of(message: Any, field: str) -> float | None:
+    """A Duration field in seconds; None when absent."""
+    return getattr(message, field).ToNanoseconds() / 1e9 if message.HasField(field) else None
+
+
+def _latest(spans: Sequence[float | None]) -> float | None:
+    """The longest; None when one is not known."""
+    known = [span for span in spans if span is not None]
+    return max(known, default=0.0) if len(known) == len(spans) else None
 
 
 # -- checks of arguments ------------------------------------------------------------------------
@@ -93,10 +114,31 @@ def checked_wait(max_wait_s: float) -> float:
 def run_hits(answer: wire.LookupResponse | wire.AcquireResponse, asked: int, beyond: int) -> RunHits:
     """Hits of a Lookup or an Acquire; `beyond` blocks were not sent and count as misses."""
     hits = tuple((Tier(hit.tier), hit.block_count) for hit in answer.hits)
-    run = RunHits(hits, answer.pending_block_count, answer.miss_block_count + beyond)
+    if isinstance(answer, wire.AcquireResponse):
+        after_s = seconds_of(answer, "ready_after") if answer.pending_block_count else 0.0
+    else:
+        after_s = _latest([seconds_of(entry, "ready_after") for entry in answer.readiness])
+    run = RunHits(hits, answer.pending_block_count, answer.miss_block_count + beyond, after_s)
     if run.hit_count + run.pending_count + run.miss_count != asked + beyond:
         raise AnswerRejected(f"hits, pending and misses of {asked} blocks add up to {run}")
     return run
+
+
+def prefetch_status_of(answer: wire.PrefetchResponse, asked: int, beyond: int) -> PrefetchStatus:
+    """The status of the one run of a Prefetch; `beyond` blocks were not sent and count as misses."""
+    if len(answer.runs) != 1:
+        raise AnswerRejected(f"a prefetch of one run answered {len(answer.runs)}")
+    (entry,) = answer.runs
+    status = PrefetchStatus(
+        entry.prefetch_id,
+        entry.ready_block_count,
+        entry.pending_block_count,
+        entry.miss_block_count + beyond,
+        seconds_of(entry, "ready_after"),
+    )
+    if status.ready_count + status.pending_count + status.miss_count != asked + beyond:
+        raise AnswerRejected(f"ready, pending and misses of {asked} blocks add up to {status}")
+    return status
 
 
 def extents_of(

@@ -30,7 +30,7 @@ from .namespace import NamespaceSpec
 from .operations import Call, Operations, failed, succeeded
 from .options import ClientOptions
 from .session import Session
-from .values import ClientStatus, PutResult, RunHits, UsageReport
+from .values import ClientStatus, PrefetchStatus, PutResult, RunHits, UsageReport
 
 T = TypeVar("T")
 
@@ -196,6 +196,40 @@ class Namespace:
             self._operations.acquire(hashes, skip_blocks, shards, ttl_s, timeout_s, request_id, max_wait_s)
         )
         return None if granted is None else ReadLease(self._control, self.spec, granted)
+
+    def prefetch(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        queue_position: int = 0,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> PrefetchStatus | None:
+        """Has a run brought from slower tiers and held, for a request that will acquire() it.
+
+        Requests that are reported as QUEUED with their run need no prefetch of their own.
+
+        Args:
+            hashes: the run, from its root.
+            queue_position: of the request, 0 next; lower is brought first.
+            deadline_s: from now; it is let go then. The daemon's longest time by default.
+            timeout_s: options.lookup_timeout_s by default.
+
+        Returns:
+            None when the daemon is away, or takes no more prefetches.
+        """
+        return self._client.run(self._operations.prefetch(hashes, queue_position, deadline_s, timeout_s))
+
+    def cancel_prefetch(self, prefetch_ids: Sequence[bytes]) -> int:
+        """Lets prefetches go; how many were there. One that was acquired has ended by itself."""
+        return self._client.run(self._operations.cancel_prefetch(prefetch_ids))
+
+    def keep_quiet(self, span_s: float) -> bool:
+        """Asks for no background copies on the node for so long from now, at most 60 s; 0 ends such a time.
+
+        For CUDA graph capture and the like. Whether the daemon has heard it.
+        """
+        return self._client.run(self._operations.keep_quiet(span_s))
 
     def redeem(self, token: bytes, shard: int) -> ReadLease | None:
         """One shard of a lease that another process of this engine instance has acquired.

@@ -20,7 +20,7 @@ from .errors import InvalidArgument
 from .failures import Failure
 from .namespace import NamespaceSpec
 from .session import Session
-from .values import DeclineReason, Extent, ReserveOutcome, RunHits, Tier
+from .values import DeclineReason, Extent, PrefetchStatus, ReserveOutcome, RunHits, Tier
 
 T = TypeVar("T")
 
@@ -169,6 +169,67 @@ class Operations:
             read,
             None,
             session if can_map and skip_blocks < len(run) else None,
+            self._spec,
+        )
+
+    def prefetch(
+        self, hashes: Sequence[bytes], queue_position: int, deadline_s: float | None, timeout_s: float | None
+    ) -> Call[PrefetchStatus | None]:
+        """See Namespace.prefetch."""
+        session, ref = self.session()
+        run, beyond = self._run(hashes, session)
+        try:
+            wanted = wire.PrefetchRun(
+                namespace=ref,
+                block_hashes=run,
+                queue_position=queue_position,
+                deadline=calls.duration(deadline_s),
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgument(
+                "queue_position, deadline_s", (queue_position, deadline_s), str(error), "0 or more each"
+            ) from error
+        return Call(
+            "Prefetch",
+            wire.PrefetchRequest(session_id=b"" if session is None else session.session_id, runs=[wanted]),
+            self._options.lookup_timeout_s if timeout_s is None else timeout_s,
+            lambda answer, _sent_at: calls.prefetch_status_of(answer, len(run), beyond),
+            None,
+            session if run else None,
+            self._spec,
+        )
+
+    def cancel_prefetch(self, prefetch_ids: Sequence[bytes]) -> Call[int]:
+        """See Namespace.cancel_prefetch."""
+        session, _ = self.session()
+        request = wire.CancelPrefetchRequest(
+            session_id=b"" if session is None else session.session_id, prefetch_ids=prefetch_ids
+        )
+        return Call(
+            "CancelPrefetch",
+            request,
+            self._options.lookup_timeout_s,
+            lambda answer, _sent_at: int(answer.cancelled_count),
+            0,
+            session if prefetch_ids else None,
+            self._spec,
+        )
+
+    def keep_quiet(self, span_s: float) -> Call[bool]:
+        """See Namespace.keep_quiet."""
+        session, _ = self.session()
+        if not 0 <= span_s < float("inf"):
+            raise InvalidArgument("span_s", span_s, "must be 0 or more seconds", "give a finite span")
+        request = wire.ReportUsageRequest(
+            session_id=b"" if session is None else session.session_id, quiet_period=calls.duration(span_s)
+        )
+        return Call(
+            "ReportUsage",
+            request,
+            self._options.control_timeout_s,
+            lambda _answer, _sent_at: True,
+            False,
+            session,
             self._spec,
         )
 

@@ -74,17 +74,35 @@ class StopReason(_OpenEnum):
 class RunHits:
     """hit_count + pending_count + miss_count = blocks asked for.
 
-    hits holds (tier, blocks) in run order; a hit is always a leading run.
+    hits holds (tier, blocks) in run order; a hit is always a leading run. ready_after_s is the daemon's
+    estimate of when all that is kept of the run could be read: 0 where it can be now, None where that is
+    not known.
     """
 
     hits: tuple[tuple[Tier, int], ...]
     pending_count: int
     miss_count: int
+    ready_after_s: float | None = None
 
     @property
     def hit_count(self) -> int:
         """Leading blocks that hit, whatever the tier."""
         return sum(count for _, count in self.hits)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """How the run of a prefetch stands. ready_count + pending_count + miss_count = blocks named.
+
+    prefetch_id names it for cancel_prefetch(). ready_after_s: when the pending blocks could be read, if
+    they come next; None where nobody knows.
+    """
+
+    prefetch_id: bytes
+    ready_count: int
+    pending_count: int
+    miss_count: int
+    ready_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,17 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
     def _release(self, request: wire.ReleaseRequest) -> wire.ReleaseResponse:
         return wire.ReleaseResponse(released_count=len(request.releases))
 
+    def _prefetch(self, request: wire.PrefetchRequest) -> wire.PrefetchResponse:
+        answer = wire.PrefetchResponse()
+        for run in request.runs:
+            hit = self._hits(run.block_hashes)
+            missed = len(run.block_hashes) - hit
+            answer.runs.add(prefetch_id=bytes(16), ready_block_count=hit, miss_block_count=missed)
+        return answer
+
+    def _cancelprefetch(self, request: wire.CancelPrefetchRequest) -> wire.CancelPrefetchResponse:
+        return wire.CancelPrefetchResponse(cancelled_count=len(request.prefetch_ids))
+
     def _reportusage(self, request: wire.ReportUsageRequest) -> wire.ReportUsageResponse:
         return wire.ReportUsageResponse(accepted_count=len(request.reports))
 
@@ -245,6 +256,8 @@ for _name in (
     "Commit",
     "Abort",
     "Release",
+    "Prefetch",
+    "CancelPrefetch",
     "ReportUsage",
 ):
     setattr(FakeDaemon, _name, _unary(_name))
