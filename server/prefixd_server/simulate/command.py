@@ -156,6 +156,8 @@ def simulate(
         unfit = [name for name in policies if name in FLAT or name == OPTIMUM]
         if set(policies) <= set(unfit):
             raise click.UsageError(f"{', '.join(unfit)}: not for several tiers")
+        if unfit:
+            click.echo(f"left out, not for several tiers: {', '.join(unfit)}", err=True)
         sizes = [
             TierSizes(*of, kv_bytes_per_token)
             for of in itertools.product(hbm or [0], dram or [0], nvme or [0])

@@ -96,13 +96,16 @@ def _charts(shape: Shape, one: list[Outcome], tiers: list[TierOutcome]) -> list[
                 "Hit ratio against size",
                 _by_size(one, "prefix_hit_token_ratio", 100.0, "prefix-hit tokens, %"),
             ),
-            ("Time to first token, p99, against size", _by_size(one, "ttft_p99_s", 1.0, "s")),
+        ]
+        charts += [
+            (f"Time to first token, {name}, against size", _by_size(one, field, 1.0, "s"))
+            for name, field in (("p50", "ttft_p50_s"), ("p99", "ttft_p99_s"), ("p99.9", "ttft_p999_s"))
         ]
     if tiers:
         charts += _tier_charts(tiers)
     charts += [
         ("Time until a block is used again", _histogram(shape.gaps)),
-        ("Tokens asked for in between (reuse distance)", _histogram(shape.distances)),
+        ("Asked for in between, share of the footprint (reuse distance)", _histogram(shape.distances)),
         ("Uses per block (sharing)", _histogram(shape.sharing)),
     ]
     return charts
@@ -144,7 +147,6 @@ def _tier_charts(tiers: list[TierOutcome]) -> list[tuple[str, str]]:
         lines = [
             Series(name, hours, [size / width / 1e9 for size in moved])
             for name, moved in outcome.link_bytes_over_time.items()
-            if any(moved)
         ]
         chart = line_chart(lines, x_label="hours", y_label="GB/s", log_x=False)
         charts.append((f"Moved over the links: {label}", chart))

@@ -76,9 +76,7 @@ def shape_of(trace: Trace) -> Shape:
         reuse_gap_p50_s=p50,
         reuse_gap_p99_s=p99,
         gaps=_histogram(gaps, GAP_EDGES_S, "s"),
-        distances=_histogram(
-            distances * trace.block_tokens / 1e6, (0.1, 0.3, 1, 3, 10, 30, 100, 300), "M tokens"
-        ),
+        distances=_histogram(100 * distances / trace.block_count, (0.1, 0.3, 1, 3, 10, 30, 100, 300), "%"),
         sharing=_histogram(uses.astype(np.float64), (2, 3, 5, 10, 30, 100, 1000), "uses"),
         hot=_hot(trace, uses, requests),
     )

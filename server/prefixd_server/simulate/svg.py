@@ -145,12 +145,17 @@ def _legend(entries: list[tuple[str, str]]) -> str:
 
 
 def _nice(value: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 x a power of ten."""
+    """The next round number: of one digit, or 1.5 or 2.5, x a power of ten."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
+    return next(
+        step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9)
+    )
 
 
 def _steps(low: float, high: float) -> list[float]:
-    return [low + (high - low) * i / 6 for i in range(7)]
+    """Round numbers from low to high, some seven."""
+    step = _nice((high - low) / 7)
+    first = math.ceil(low / step - 1e-9)
+    return [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]

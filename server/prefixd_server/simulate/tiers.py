@@ -1,10 +1,10 @@
 """Replays a trace against a node with several tiers and modelled links.
 
 A request's chain is pinned until the request ends. What hits in a slower tier
-is copied up and waited for; new blocks are written to the fastest tier; what has
-to leave a tier is copied to the next one, unless it has a copy there already or is
-worth less than what would have to go for it there. A copy below stays when a
-block is promoted.
+is copied up and waited for; new blocks are written to the fastest tier, and to the
+next where running requests hold all of it; what has to leave a tier is copied to
+the next one, unless it has a copy there already or is worth less than what would
+have to go for it there. A copy below stays when a block is promoted.
 
 Not here: one tier alone (replay.py), plots (page.py).
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
-from prefixd_server.base.views import Evictable, TierView
+from prefixd_server.base.views import Evictable, Nodes, TierView
 from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.policy import Policy, Victims
 from prefixd_server.simulate.arrivals import ServingModel
@@ -89,23 +89,12 @@ class TierReplay(ReplayState):
             self.tree.use(path, now)
         self._pins[rows] += 1
         ready_at = self._bring_up(request, rows, now)
-        stored = [rows]
-        nodes = [path]
-        parent = int(rows[-1]) if hit else NO_ROW
+        stored, nodes = [rows], [path]
         for part in self.rest(run, hit, access):
-            room = self._admit(part, now)
-            if room == 0:
-                break
-            whole = room >= len(part.ids)
-            made, made_nodes = self.add(Part(part.ids[:room], part.history), parent, now)
-            self._put(self.tiers[0], made)
-            if self.tiers[0] is not Tier.HBM:
-                self.links.down[Tier.HBM].move(len(made) * self.block_bytes, now)
-            self._pins[made] += 1
-            stored.append(made)
-            nodes.append(made_nodes)
-            parent = int(made[-1])
-            if not whole:
+            left = part.ids
+            for tier in self.tiers:
+                left = self._store(Part(left, part.history), tier, stored, nodes, now)
+            if len(left):
                 break
         self._book(request, hit, ready_at, now)
         ends_at = ready_at + self.serving.reply_s(
@@ -152,11 +141,32 @@ class TierReplay(ReplayState):
 
     # -- down ----------------------------------------------------------------------------------
 
-    def _admit(self, part: Part, now: float) -> int:
-        """Room in the fastest tier for new blocks: at any cost where a slower one catches what falls out."""
-        if len(self.tiers) > 1 or self.learner is None:
-            return self._make_room(self.tiers[0], len(part.ids), now)
-        tier = self.tiers[0]
+    def _store(
+        self, part: Part, tier: Tier, stored: list[Rows], nodes: list[Nodes], now: float
+    ) -> NDArray[np.int32]:
+        """Stores the first of these new blocks, as far as the tier has room; those that are left.
+
+        Args:
+            stored, nodes: of the request so far, from its first block on; added to.
+        """
+        room = self._admit(part, tier, now) if len(part.ids) else 0
+        if room == 0:
+            return part.ids
+        parent = next((int(rows[-1]) for rows in reversed(stored) if len(rows)), NO_ROW)
+        made, made_nodes = self.add(Part(part.ids[:room], part.history), parent, now)
+        for crossed in (Tier.HBM, Tier.DRAM):
+            if crossed < tier:
+                self.links.down[crossed].move(room * self.block_bytes, now)
+        self._put(tier, made)
+        self._pins[made] += 1
+        stored.append(made)
+        nodes.append(made_nodes)
+        return part.ids[room:]
+
+    def _admit(self, part: Part, tier: Tier, now: float) -> int:
+        """Room in a tier for new blocks: at any cost where a slower one catches what falls out."""
+        if tier is not self.tiers[-1] or self.learner is None:
+            return self._make_room(tier, len(part.ids), now)
         short = len(part.ids) - (self.capacity[tier] - self.used[tier])
         if short > 0:
             victims = self.learner.victims_for(self._views[tier], short, part.history, now, self.rng)
