@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from prefixd_server.app.exits import Exit
 from prefixd_server.app.notify import STOP_MARGIN_S, Notifier, keep_beating
 
-from tests.support.daemon import DaemonProcess, serving
+from tests.support.daemon import DaemonProcess
 from tests.support.node import chain
 from tests.support.notify_listener import NotifyListener
 from tests.support.nvme_daemon import Load, NvmeDaemon
@@ -50,7 +52,8 @@ def test_ready_is_said_when_dram_serves_and_the_status_names_a_tier_that_still_r
     try:
         ready = manager.next()
         assert ready["READY"] == "1"
-        assert serving(path) is True
+        assert path.is_socket()
+        daemon.wait_until_serving()
         assert ready["STATUS"].startswith("serving: DRAM ready, NVME recovering (")
         while "NVME ready" not in manager.until("STATUS")["STATUS"]:
             pass
@@ -182,3 +185,25 @@ async def test_what_ends_a_background_task_ends_the_beat() -> None:
 
     with pytest.raises(RuntimeError, match="the sweep has ended"):
         await keep_beating(Notifier(), broken)
+
+
+def test_a_daemon_whose_sweep_has_ended_says_why_and_ends(directory: Path) -> None:
+    program = f"""
+from prefixd_server.app import daemon
+from prefixd_server.base.config_sources import load_config
+from prefixd_server.base.logs import configure_logging
+from prefixd_server.cache.cache import Cache
+def broken(self):
+    raise RuntimeError("no more sweeping")
+Cache.step = broken
+config = load_config(flags={{"socket": "{directory}/p.sock", "dram.size": "2MiB"}})
+configure_logging(config.log)
+raise SystemExit(daemon.run(config))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == Exit.FAILED
+    last_words = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    (told,) = [line for line in last_words if line["event"] == "a background task has ended"]
+    assert "no more sweeping" in told["exception"]

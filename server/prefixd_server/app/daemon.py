@@ -35,6 +35,7 @@ from prefixd_server.rpc.companion import Companion
 from prefixd_server.rpc.probes import ProbeServer
 from prefixd_server.rpc.seat import Seat, companion_path
 from prefixd_server.rpc.server import WireServer
+from prefixd_server.rpc.tls import server_credentials
 
 STOP_GRACE_S = 0.25
 """For answers that are on their way when the sockets close; leases have ended by then."""
@@ -166,7 +167,8 @@ class Daemon:
         addresses = self.config.server
         if addresses.listen:
             server = self._server(Seat(addresses.tenant, admin=False, companion_path=""))
-            self.ports["listen"] = await server.open_tcp(addresses.listen)
+            credentials = server_credentials(self.config.tls)
+            self.ports["listen"] = await server.open_tcp(addresses.listen, credentials)
         if addresses.probes:
             probes = ProbeServer()
             self._open.push_async_callback(probes.stop)
@@ -247,9 +249,9 @@ async def _serve_until_signalled(config: Config) -> Exit:
     gc.collect()
     gc.freeze()
     with contextlib.closing(Notifier.from_environment(os.environ)) as notifier:
-        notifier.ready(daemon.status())
         beating = asyncio.ensure_future(keep_beating(notifier, daemon.status))
         try:
+            notifier.ready(daemon.status())
             await _first_of(beating, first.wait())
             notifier.stopping("draining", config.drain.timeout_s)
             await _first_of(beating, daemon.drain(), second.wait())

@@ -26,6 +26,7 @@ from prefixd_server.base.config_sections import (
     PolicyConfig,
     ServerConfig,
     TenantConfig,
+    TlsConfig,
 )
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.options import AUTO_BYTES
@@ -49,6 +50,7 @@ __all__ = [
     "PolicyConfig",
     "ServerConfig",
     "TenantConfig",
+    "TlsConfig",
     "config_error",
     "default_socket_path",
     "is_loopback",
@@ -76,6 +78,7 @@ class Config:
     migration: MigrationConfig = field(default_factory=MigrationConfig)
     movers: MoverConfig = field(default_factory=MoverConfig)
     drain: DrainConfig = field(default_factory=DrainConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     origin: dict[str, str] = field(default_factory=dict, compare=False)
     """Where each key that is not a default came from, for messages: "dram.size" -> "flag --dram-size"."""
@@ -133,10 +136,18 @@ class Config:
         """
         self._check_sizes()
         self._check_tenants()
-        server = self.server
-        if server.listen and not is_loopback(server.listen):
+        server, tls = self.server, self.tls
+        if (tls.certificate is None) != (tls.key is None):
+            missing = "tls.certificate" if tls.certificate is None else "tls.key"
+            raise self.error(missing, "", "must be given: a certificate and its key go together")
+        if tls.client_ca is not None and tls.certificate is None:
+            raise self.error("tls.client_ca", tls.client_ca, "needs tls.certificate and tls.key")
+        if server.listen and tls.client_ca is None and not is_loopback(server.listen):
             raise self.error(
-                "listen", server.listen, "must be a loopback address: there is no TLS to protect it"
+                "listen",
+                server.listen,
+                "must be a loopback address unless callers show certificates: set tls.certificate, tls.key "
+                "and tls.client_ca",
             )
         if server.metrics and not server.metrics_exposed and not is_loopback(server.metrics):
             raise self.error(

@@ -57,7 +57,7 @@ class ServerConfig:
         "",
         address(),
         "TCP address of the first tenant for remote-style clients (Put and Get only). Off, since whoever "
-        "reaches a port is not known; loopback only.",
+        "reaches a port is not known; loopback only, unless callers show certificates (tls.client_ca).",
     )
     metrics: str = option(
         "", address(), "HTTP address of the Prometheus endpoint, path /metrics. Off until a scraper is there."
@@ -330,6 +330,24 @@ class DrainConfig:
         10.0,
         seconds(0, 3600),
         "How long SIGTERM waits for leases to end. Shorter than the usual 30 s of a supervisor.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """TLS of the TCP address; PEM files, read again when they change. Unix sockets need none."""
+
+    certificate: Path | None = option(
+        None, path(), "The daemon's certificate and its chain. Empty: no TLS, and loopback only."
+    )
+    key: Path | None = option(
+        None, path(), "The certificate's private key; no other user may be able to read it."
+    )
+    client_ca: Path | None = option(
+        None,
+        path(),
+        "Authorities whose certificates callers must show (mutual TLS): who has one is the tenant. Without "
+        "them anybody could be, so the address must be loopback.",
     )
 
 

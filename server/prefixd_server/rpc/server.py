@@ -89,9 +89,9 @@ class WireServer:
         publish(private / "s", path, mode, group)
         private.rmdir()
 
-    async def open_tcp(self, address: str) -> int:
-        """Listens on HOST:PORT and returns the port. Raises ConfigError."""
-        return await self._listen(address, "listen", address)
+    async def open_tcp(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Listens on HOST:PORT, by TLS with credentials, and returns the port. Raises ConfigError."""
+        return await self._listen(address, "listen", address, credentials)
 
     async def set_serving(self, serving: bool) -> None:
         """What health answers, for the whole server and for each service."""
@@ -113,10 +113,15 @@ class WireServer:
             os.close(self._directory_fd)
             self._directory_fd = -1
 
-    async def _listen(self, address: str, key: str, shown: object) -> int:
+    async def _listen(
+        self, address: str, key: str, shown: object, credentials: grpc.ServerCredentials | None = None
+    ) -> int:
         await self.set_serving(False)
         try:
-            port = self._server.add_insecure_port(address)
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigError(
                 "CANNOT_LISTEN",
