@@ -101,6 +101,18 @@ def test_absent_keys_and_other_spaces_are_not_found() -> None:
     assert table.find(1, hashes_of(range(0))).tolist() == []
 
 
+def test_a_key_removed_from_the_middle_of_a_run_is_not_found_where_its_row_was() -> None:
+    columns = BlockColumns(10_000)
+    table = KeyTable(columns, seed=2)
+    rows = filled(columns, 1, range(100))
+    table.insert(rows)
+    table.remove(rows[40:41])
+    columns.free(rows[40:41])
+    expected = rows.tolist()
+    expected[40] = NO_ROW
+    assert table.find(1, hashes_of(range(100))).tolist() == expected
+
+
 def test_keys_that_differ_in_one_bit_are_two_keys() -> None:
     columns = BlockColumns(300)
     table = KeyTable(columns, seed=2)

@@ -4,7 +4,8 @@ Buckets of 16 four-byte entries (a cache line): the row plus one, and above it a
 tag of what bits are left. A key lies in its home bucket or, where that was
 full, in one of the next; `passed` counts per bucket the keys that went by, so a
 search ends where none did, and a removal leaves nothing behind to clean up.
-The full key is always compared.
+The full key is always compared. A run stored at once lies in consecutive rows:
+those after its first key's are tried before the table is asked.
 
 The table grows to double size step by step: first the new table's memory is
 touched, then the old one's buckets are moved; meanwhile both are searched.
@@ -24,6 +25,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import HASH_BYTES_MAX, HASH_WORDS, NO_ROW, Hashes, Rows
 from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.reserved import release, reserve
@@ -40,6 +42,9 @@ TOUCHED_PER_ROW = 24
 """Entries of the next table touched per row inserted: 2 x 100 / (70 - 60) = 20 just do."""
 STEP_ENTRIES_MIN = 1024
 """Least entries moved or touched at a time: a page of memory."""
+
+NO_SPACE = 0xFFFFFFFF
+"""Space of a row without a key."""
 
 _WORDS = 2 * HASH_WORDS
 _U64_MAX = (1 << 64) - 1
@@ -194,8 +199,24 @@ class KeyTable:
         Args:
             hashes: shape (n, 4), C-contiguous.
         """
-        if len(hashes) == 1:
-            return np.array([self._find_one(space, hashes)], dtype=np.int32)
+        if len(hashes) == 0:
+            return np.empty(0, dtype=np.int32)
+        first = self._find_one(space, hashes[:1])
+        known = 1 if first == NO_ROW else self._follow(first, space, hashes)
+        found: Rows = np.arange(first, first + known, dtype=np.int32)
+        if known == len(hashes):
+            return found
+        return np.concatenate([found, self._find_many(space, hashes[known:])])
+
+    def _follow(self, first: int, space: int, hashes: Hashes) -> int:
+        """How many leading keys lie in the rows from `first` on: runs stored at once mostly lie so."""
+        columns = self._columns
+        end = min(first + len(hashes), columns.high_water)
+        same = columns.key[first:end] == hashes[: end - first]
+        count = leading(same.ravel()) // HASH_WORDS
+        return leading(columns.space[first : first + count] == space)
+
+    def _find_many(self, space: int, hashes: Hashes) -> Rows:
         found: Rows = np.empty(len(hashes), dtype=np.int32)
         found.fill(NO_ROW)
         mixed = self._mixer.run(space, hashes)
@@ -267,13 +288,14 @@ class KeyTable:
         self._advance(len(rows))
 
     def remove(self, rows: Rows) -> None:
-        """Drops rows that are here."""
+        """Drops rows that are here. Their space becomes NO_SPACE: a freed row is nobody's neighbour."""
         mixed = self._mixed.take(rows)
         here = self._table.remove(mixed, rows)
         if here is not None and self._old is not None:
             left = ~here
             here = self._old.remove(mixed[left], rows[left])
         assert here is None, "a removed key was not in the table"
+        self._columns.space[rows] = NO_SPACE
         self.count -= len(rows)
         self._advance(len(rows))
 
