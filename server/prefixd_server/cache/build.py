@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import Config
-from prefixd_server.base.files import Files
+from prefixd_server.base.files import Files, RealFiles
 from prefixd_server.base.sizes import format_size
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.administration import Administration
@@ -59,8 +59,13 @@ BOOT_ID_BYTES = 16
 HBM_MOVER_COUNT = 2
 """One in each direction keeps the link busy; they wait, and copy nothing themselves."""
 INDEX_SHARE = 1 / 32
-INDEX_BYTES_MIN = 16 << 20
-"""Disk space kept for the index, of the NVMe tier's size: the cap holds with it."""
+"""Of the NVMe tier's size, kept for index records: the cap holds with it."""
+INDEX_BYTES = 16 << 20
+"""Kept for the index whatever it holds: its logs, and tables on their way to disk."""
+RECORD_DISK_BYTES = 512
+"""Most disk space of one record: twice its size and more, for a table is there until its successor is."""
+BUDGET_NAME = "WRITTEN"
+"""Beside the index: what was written in the last day."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +193,11 @@ def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, sea
         health.index_changed,
         seams.open_index,
     )
-    budget = WriteBudget(config.nvme.write_budget_bytes, state.clock)
-    return NvmeTier(state, room, medium, index, budget, health)
+    files = seams.files or RealFiles()
+    path = medium.index_directory.with_name(BUDGET_NAME)
+    budget = WriteBudget(config.nvme.write_budget_bytes, state.clock, files, path, state.disk)
+    block_count_max = int(config.nvme.size_bytes * INDEX_SHARE) // RECORD_DISK_BYTES
+    return NvmeTier(state, room, medium, index, budget, health, block_count_max)
 
 
 def _hbm_medium(config: Config) -> HbmMedium | None:
@@ -220,7 +228,7 @@ def _open_nvme(config: Config, clock: Clock, files: Files | None) -> NvmeMedium 
     if not directories:
         return None
     size, segment = config.nvme.size_bytes, config.nvme.segment_bytes
-    count = (size - max(INDEX_BYTES_MIN, int(size * INDEX_SHARE))) // file_bytes(segment)
+    count = (size - INDEX_BYTES - int(size * INDEX_SHARE)) // file_bytes(segment)
     if count < 1:
         raise config.error("nvme.size", format_size(size), "leaves no room for one segment beside the index")
     for directory in directories:

@@ -57,6 +57,7 @@ class NvmeTier:
         index: Index,
         budget: WriteBudget,
         health: NvmeHealth,
+        block_count_max: int,
     ) -> None:
         self._state = state
         self._room = room
@@ -64,6 +65,8 @@ class NvmeTier:
         self.index = index
         self.budget = budget
         self.health = health
+        self._block_count_max = block_count_max
+        """Records that the disk space kept for the index is enough for."""
         self._recorded: set[tuple[str, bytes, int]] = set()
         """Namespaces whose record is durable."""
         self._disowned: list[tuple[Keys, Slots]] = []
@@ -78,11 +81,16 @@ class NvmeTier:
         table = self._state.catalog.slots[Tier.NVME]
         while table.free_count(pool) < count and await self._assign(pool):
             pass
-        short = count - table.free_count(pool)
+        short = count - min(table.free_count(pool), self._record_room())
         if short > 0:
             self._room.evict(Tier.NVME, pool, short + EVICTION_SLACK_COUNT)
             await self.flush_departures()
-        return table.allocate(pool, count)
+        return table.allocate(pool, min(count, self._record_room()))
+
+    def _record_room(self) -> int:
+        """How many more slots may have an index record."""
+        counts = self._state.catalog.slots[Tier.NVME].counts()
+        return max(0, self._block_count_max - counts.reserved - counts.resident)
 
     async def _assign(self, pool: int) -> bool:
         """Gives the pool a segment that serves nobody; its generation is raised, durably, first."""

@@ -26,6 +26,7 @@ from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
+from prefixd_server.cache.write_budget import Booking
 from prefixd_server.catalog.events import (
     CopiesLeased,
     CopiesReleased,
@@ -95,14 +96,14 @@ class Transfers:
         catalog = self._state.catalog
         namespace, shard, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
         slot_bytes = namespace.spec.kv_groups[group].slot_bytes
-        units = self._nvme.budget.take(len(rows) * slot_bytes, slot_bytes)
-        spent = 0
+        booking, spent = Booking(0, 0), 0
         slots = np.zeros(0, dtype=np.uint32)
-        keys = catalog.columns.key[rows[:units]].copy()
+        keys = catalog.columns.key[rows].copy()
         space = int(catalog.columns.space[rows[0]])
         try:
             pool = catalog.namespaces.pool(namespace.tenant, slot_bytes)
-            slots = await self._nvme.allocate(pool, units)
+            booking = await self._nvme.budget.book(len(rows) * slot_bytes, slot_bytes)
+            slots = await self._nvme.allocate(pool, booking.unit_count)
             # Making room may have taken its time: what is still to be written?
             rows = self._demotable(catalog.find(space, keys[: len(slots)]))
             slots, surplus = slots[: len(rows)], slots[len(rows) :]
@@ -114,7 +115,7 @@ class Transfers:
             self._nvme.health.failed(error)
             return 0
         finally:
-            self._nvme.budget.give_back(units * slot_bytes - spent)
+            self._nvme.budget.give_back(booking, booking.unit_count * slot_bytes - spent)
 
     def _demotable(self, rows: Rows) -> Rows:
         """The leading blocks that are readable in DRAM and not in NVMe, on a path that NVMe has."""

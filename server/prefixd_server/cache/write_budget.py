@@ -1,38 +1,120 @@
-"""The daily write budget of a drive: most bytes written in any day, a hard limit."""
+"""The write budget of a drive: most bytes written in any 24 hours, a hard limit, also across restarts.
+
+Counted by the hour of the wall clock: an hour counts until it is a day over, so no
+24 hours ever hold more. What is booked is vouched for on disk before it is written,
+a step ahead, so that a daemon that is killed again and again stays within it, too.
+"""
 
 from __future__ import annotations
 
-from prefixd_server.base.clock import Clock
+import asyncio
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-DAY_S = 86_400.0
+import structlog
+
+from prefixd_server.base.clock import Clock
+from prefixd_server.base.files import Files, read_whole, write_whole
+from prefixd_server.media.movers import CallJob, Movers
+
+HOUR_S = 3600.0
+HOURS_COUNTED = 24
+"""Whole hours before the present one that may still be within a day."""
+AHEAD_SHARE = 1 / 64
+"""Of the limit: vouched for at a time, and lost with a kill."""
+FORMAT_VERSION = 1
+FILE_BYTES_MAX = 65_536
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """So many units may be written; they count in this hour."""
+
+    unit_count: int
+    hour: int
 
 
 class WriteBudget:
-    """Counts bytes written since the day began; a day begins with the first write after the last one ended.
+    """See the module. Owned by the event loop.
 
     Args:
-        limit_bytes: of one day; 0 for none.
+        limit_bytes: in any 24 hours; 0 for none.
+        path: where it is remembered; the directory is there.
+        disk: the movers that write it.
     """
 
-    def __init__(self, limit_bytes: int, clock: Clock) -> None:
+    def __init__(self, limit_bytes: int, clock: Clock, files: Files, path: Path, disk: Movers) -> None:
         self._limit_bytes = limit_bytes
         self._clock = clock
-        self._day_began = clock.now()
-        self.written_bytes = 0
-        """In this day."""
+        self._files = files
+        self._path = path
+        self._disk = disk
+        self._saving = asyncio.Lock()
+        self._booked = self._load() if limit_bytes else {}
+        """Bytes by hour since the epoch."""
+        self._vouched = dict(self._booked)
+        """What is on disk."""
 
-    def take(self, wanted_bytes: int, unit_bytes: int) -> int:
-        """How many units of `unit_bytes` of those wanted may be written now; they are booked."""
-        if self._clock.now() - self._day_began >= DAY_S:
-            self._day_began = self._clock.now()
-            self.written_bytes = 0
+    async def book(self, wanted_bytes: int, unit_bytes: int) -> Booking:
+        """How many units of `unit_bytes` of those wanted may be written now.
+
+        Raises:
+            OSError: the disk cannot remember it; nothing may be written.
+        """
+        hour = int(self._clock.wall() // HOUR_S)
         units = wanted_bytes // unit_bytes
-        if self._limit_bytes:
-            units = min(units, max(0, self._limit_bytes - self.written_bytes) // unit_bytes)
-        self.written_bytes += units * unit_bytes
-        assert not self._limit_bytes or self.written_bytes <= self._limit_bytes, "the write budget is hard"
-        return units
+        if not self._limit_bytes:
+            return Booking(units, hour)
+        self._booked = {h: count for h, count in self._booked.items() if h >= hour - HOURS_COUNTED}
+        units = min(units, max(0, self._limit_bytes - self.booked_bytes) // unit_bytes)
+        self._booked[hour] = self._booked.get(hour, 0) + units * unit_bytes
+        assert self.booked_bytes <= self._limit_bytes, "the write budget is hard"
+        booking = Booking(units, hour)
+        try:
+            await self._vouch(hour)
+        except BaseException:
+            self.give_back(booking, units * unit_bytes)
+            raise
+        return booking
 
-    def give_back(self, count_bytes: int) -> None:
+    def give_back(self, booking: Booking, count_bytes: int) -> None:
         """Booked, and not written after all."""
-        self.written_bytes -= count_bytes
+        if booking.hour in self._booked:
+            self._booked[booking.hour] -= count_bytes
+
+    @property
+    def booked_bytes(self) -> int:
+        """In the last 24 hours, and what of the hour before."""
+        return sum(self._booked.values())
+
+    async def _vouch(self, hour: int) -> None:
+        """Has the disk remember at least what is booked."""
+        async with self._saving:
+            if self._booked.get(hour, 0) <= self._vouched.get(hour, 0):
+                return
+            ahead = min(int(self._limit_bytes * AHEAD_SHARE), self._limit_bytes - self.booked_bytes)
+            vouched = self._booked | {hour: self._booked[hour] + ahead}
+            content = {"format_version": FORMAT_VERSION, "bytes_by_hour": vouched}
+            save = partial(write_whole, self._files, self._path, json.dumps(content).encode())
+            await self._disk.run(CallJob(save))
+            self._vouched = vouched
+
+    def _load(self) -> dict[int, int]:
+        """What was written before this start. A file that cannot be read stands for all that may be."""
+        try:
+            found = json.loads(read_whole(self._files, self._path, FILE_BYTES_MAX))
+            hours = found["bytes_by_hour"].items() if found["format_version"] == FORMAT_VERSION else None
+            return {int(hour): int(count) for hour, count in hours}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning(
+                "the write budget counts as spent: its file is damaged",
+                path=str(self._path),
+                reason=str(error),
+            )
+            return {int(self._clock.wall() // HOUR_S): self._limit_bytes}

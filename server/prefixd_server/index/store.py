@@ -43,8 +43,8 @@ Change: TypeAlias = tuple[bytes, bytes | None]
 _STORE_KEY = bytes([KIND_STORE])
 _OPTIONS: dict[str, object] = {
     "create_if_missing": True,
-    # Bounds the logs that a start replays, and memory; a million records are a dozen such buffers.
-    "set_write_buffer_size": 16 << 20,
+    # Bounds the logs that a start replays, memory, and disk: two logs and a table are there beside the tables.
+    "set_write_buffer_size": 4 << 20,
     "set_max_background_jobs": 2,
     "set_max_open_files": 256,
 }
