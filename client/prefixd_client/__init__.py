@@ -16,6 +16,7 @@ from .errors import (
 from .leases import ReadLease, WriteLease
 from .namespace import KvGroup, NamespaceSpec
 from .options import ClientOptions
+from .tls import ClientTls
 from .values import (
     ClientStatus,
     Committed,
@@ -41,6 +42,7 @@ __all__ = [
     "ClientClosed",
     "ClientOptions",
     "ClientStatus",
+    "ClientTls",
     "Committed",
     "DaemonRefused",
     "DeclineReason",

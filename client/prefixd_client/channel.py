@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
+import grpc.aio
 
 from .errors import InvalidArgument
 from .options import ClientOptions
@@ -28,22 +29,29 @@ def target_of(address: str | Path) -> str:
     return text
 
 
-def channel_options(options: ClientOptions) -> list[tuple[str, int]]:
-    """For sync and async channels.
+def open_channel(target: str, options: ClientOptions) -> grpc.Channel:
+    """A sync channel; it connects with its first call."""
+    if options.tls is None or target.startswith("unix:"):
+        return grpc.insecure_channel(target, options=_channel_options(options))
+    return grpc.secure_channel(target, options.tls.credentials(), options=_channel_options(options))
 
-    A private subchannel pool: a new channel must try the daemon anew, not wait out the backoff of an old one.
-    """
+
+def open_async_channel(target: str, options: ClientOptions) -> grpc.aio.Channel:
+    """The same for the running event loop."""
+    if options.tls is None or target.startswith("unix:"):
+        return grpc.aio.insecure_channel(target, options=_channel_options(options))
+    return grpc.aio.secure_channel(target, options.tls.credentials(), options=_channel_options(options))
+
+
+def _channel_options(options: ClientOptions) -> list[tuple[str, int]]:
+    """A private subchannel pool: a new channel tries the daemon anew, and waits out no old one's backoff."""
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.max_receive_message_length", options.message_bytes_max),
         ("grpc.max_send_message_length", options.message_bytes_max),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        # Also how long one attempt to connect may take: TLS shakes hands over a network.
+        ("grpc.min_reconnect_backoff_ms", 50 if options.tls is None else 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
-
-
-def open_channel(target: str, options: ClientOptions) -> grpc.Channel:
-    """A sync channel; it connects with its first call."""
-    return grpc.insecure_channel(target, options=channel_options(options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from prefixd_client import AsyncClient, Client, DaemonRefused, KvGroup, RequestP
 
 from tests.support.clients import PATIENT, data_of, empty, is_ready, run_of, spec, stored, until
 from tests.support.daemon import DaemonProcess
+from tests.support.ports import free_port
 from tests.support.repository import ROOT
 from tests.support.wire import short_directory
 
@@ -199,13 +199,6 @@ def test_a_stopped_daemon_costs_one_deadline_and_goes_on_where_it_was() -> None:
         until(lambda: is_ready(client))
         assert client.status().boot_id == boot_id
         assert loaded(namespace, run) == data
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_by_tcp_only_the_portable_path_works() -> None:
