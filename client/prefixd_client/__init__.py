@@ -16,7 +16,6 @@ from .errors import (
 from .leases import ReadLease, WriteLease
 from .namespace import KvGroup, NamespaceSpec
 from .options import ClientOptions
-from .tls import ClientTls
 from .values import (
     ClientStatus,
     Committed,
@@ -42,7 +41,6 @@ __all__ = [
     "ClientClosed",
     "ClientOptions",
     "ClientStatus",
-    "ClientTls",
     "Committed",
     "DaemonRefused",
     "DeclineReason",

@@ -20,7 +20,7 @@ from prefixd.v1 import cache_service_pb2_grpc
 from . import portable
 from .async_leases import AsyncReadLease, AsyncWriteLease
 from .calls import AnswerRejected, block_bytes_of, checked_hashes, usage_message
-from .channel import open_async_channel
+from .channel import channel_options
 from .client import start_control, stop_control
 from .control import Control, log
 from .failures import failure_of
@@ -103,7 +103,8 @@ class AsyncClient:
         """The stub to reach the session's boot with; for this library."""
         if session is not self._channel_session:
             old, self._channel_session = self._channel, session
-            self._channel = open_async_channel(self._control.target, self._control.options)
+            options = channel_options(self._control.options)
+            self._channel = grpc.aio.insecure_channel(self._control.target, options=options)
             self._stub = _STUB(self._channel)
             if old is not None:
                 await old.close(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .errors import InvalidArgument
-from .tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +38,10 @@ class ClientOptions:
     """Usage reports waiting to be sent; the oldest are dropped beyond it."""
     message_bytes_max: int = 16 << 20
     """Largest message received; the daemon's own bound is the same."""
-    tls: ClientTls | None = None
-    """How to reach a "host:port" by TLS; None speaks plainly, which daemons allow on loopback alone."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise InvalidArgument(item.name, value, "must be above 0", "see ClientOptions")
+            if getattr(self, item.name) <= 0:
+                raise InvalidArgument(
+                    item.name, getattr(self, item.name), "must be above 0", "see ClientOptions"
+                )
