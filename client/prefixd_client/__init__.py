@@ -14,8 +14,9 @@ from .errors import (
     PrefixdClientError,
 )
 from .leases import ReadLease, WriteLease
-from .namespace import KvGroup, NamespaceSpec
+from .namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 from .options import ClientOptions
+from .tls import ClientTls
 from .values import (
     ClientStatus,
     Committed,
@@ -37,10 +38,12 @@ __all__ = [
     "AsyncReadLease",
     "AsyncWriteLease",
     "CallerError",
+    "ChecksumAlgorithm",
     "Client",
     "ClientClosed",
     "ClientOptions",
     "ClientStatus",
+    "ClientTls",
     "Committed",
     "DaemonRefused",
     "DeclineReason",

@@ -20,7 +20,7 @@ from prefixd.v1 import cache_service_pb2_grpc
 from . import portable
 from .async_leases import AsyncReadLease, AsyncWriteLease
 from .calls import AnswerRejected, block_bytes_of, checked_hashes, usage_message
-from .channel import channel_options
+from .channel import open_async_channel
 from .client import start_control, stop_control
 from .control import Control, log
 from .failures import failure_of
@@ -103,8 +103,7 @@ class AsyncClient:
         """The stub to reach the session's boot with; for this library."""
         if session is not self._channel_session:
             old, self._channel_session = self._channel, session
-            options = channel_options(self._control.options)
-            self._channel = grpc.aio.insecure_channel(self._control.target, options=options)
+            self._channel = open_async_channel(self._control.target, self._control.options)
             self._stub = _STUB(self._channel)
             if old is not None:
                 await old.close(None)
@@ -225,10 +224,11 @@ class AsyncNamespace:
         kv_group: int = 0,
         ttl_s: float | None = None,
         recompute_cost_s: float | None = None,
+        in_hbm: bool = False,
     ) -> AsyncWriteLease | None:
         """See Namespace.reserve."""
         granted = await self._client.run(
-            self._operations.reserve(hashes, parent_hash, shard, kv_group, ttl_s, recompute_cost_s)
+            self._operations.reserve(hashes, parent_hash, shard, kv_group, ttl_s, recompute_cost_s, in_hbm)
         )
         if granted is None:
             return None
@@ -269,7 +269,9 @@ class AsyncNamespace:
     async def get(self, hashes: Sequence[bytes], *, shard: int = 0, kv_group: int = 0) -> list[bytes]:
         """See Namespace.get."""
         session, ref = self._operations.session()
-        assembly = portable.GetAssembly(block_bytes_of(self.spec, shard, kv_group), len(hashes))
+        assembly = portable.GetAssembly(
+            block_bytes_of(self.spec, shard, kv_group), len(hashes), self.spec.checksum_algorithm
+        )
         if session is None or ref is None or not hashes:
             checked_hashes(hashes, self.spec)
             return []

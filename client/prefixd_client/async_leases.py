@@ -32,10 +32,16 @@ class AsyncReadLease(ReadHold):
     """See ReadLease. Use it with `async with`."""
 
     async def load(
-        self, targets: Sequence[BlockMemory], shard: int = 0, kv_group: int = 0, *, start: int = 0
+        self,
+        targets: Sequence[BlockMemory],
+        shard: int = 0,
+        kv_group: int = 0,
+        *,
+        start: int = 0,
+        stream: int = 0,
     ) -> int:
         """See ReadHold.copy_out. A cancelled caller waits for the copy: its memory is its own then."""
-        return await _finished(asyncio.to_thread(self.copy_out, targets, shard, kv_group, start))
+        return await _finished(asyncio.to_thread(self.copy_out, targets, shard, kv_group, start, stream))
 
     async def __aenter__(self) -> AsyncReadLease:
         return self
@@ -60,10 +66,12 @@ class AsyncWriteLease(WriteHold):
         super().__init__(control, spec, granted, block_bytes)
         self._run = run
 
-    async def store(self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None) -> Committed:
+    async def store(
+        self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None, *, stream: int = 0
+    ) -> Committed:
         """See WriteLease.store. A cancelled caller waits for the copy; its blocks are then given up."""
         try:
-            call = await _finished(asyncio.to_thread(self.copy_in, sources, blocks))
+            call = await _finished(asyncio.to_thread(self.copy_in, sources, blocks, stream))
             committed = await self._run(call)
         except asyncio.CancelledError:
             self.abort()

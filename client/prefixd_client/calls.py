@@ -31,7 +31,7 @@ LEASE_SHARE_USED = 0.8
 """Of a lease's life, counted from before it was asked for: clocks drift and threads are put to sleep."""
 MAX_WAIT_S = 10.0
 """Longest wait for blocks of a slower tier that the daemon grants."""
-SHARED_MEMORY_TIERS = frozenset({types_pb2.TIER_DRAM})
+SHARED_MEMORY_TIERS = frozenset({types_pb2.TIER_HBM, types_pb2.TIER_DRAM})
 """Tiers whose extents this client can map."""
 
 

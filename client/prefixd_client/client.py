@@ -248,6 +248,7 @@ class Namespace:
         kv_group: int = 0,
         ttl_s: float | None = None,
         recompute_cost_s: float | None = None,
+        in_hbm: bool = False,
     ) -> WriteLease | None:
         """Reserves slots for the blocks of a run that are not kept yet.
 
@@ -257,12 +258,13 @@ class Namespace:
             shard, kv_group: whose bytes these are.
             ttl_s: wished life; the daemon's maximum by default.
             recompute_cost_s: time to compute the run again, measured or estimated.
+            in_hbm: asks for slots in GPU memory; they are in DRAM when there is no room, or no device.
 
         Returns:
             A lease, which may have reserved no block (see its outcomes). None when the daemon is away.
         """
         granted = self._client.run(
-            self._operations.reserve(hashes, parent_hash, shard, kv_group, ttl_s, recompute_cost_s)
+            self._operations.reserve(hashes, parent_hash, shard, kv_group, ttl_s, recompute_cost_s, in_hbm)
         )
         if granted is None:
             return None
@@ -293,7 +295,9 @@ class Namespace:
     def get(self, hashes: Sequence[bytes], *, shard: int = 0, kv_group: int = 0) -> list[bytes]:
         """The bytes of the longest kept prefix through gRPC, each block verified."""
         session, ref = self._operations.session()
-        assembly = portable.GetAssembly(block_bytes_of(self.spec, shard, kv_group), len(hashes))
+        assembly = portable.GetAssembly(
+            block_bytes_of(self.spec, shard, kv_group), len(hashes), self.spec.checksum_algorithm
+        )
         if session is None or ref is None or not hashes:
             checked_hashes(hashes, self.spec)
             return []

@@ -10,12 +10,16 @@ a time uses a lease; renewals come from another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from prefixd.v1 import cache_service_pb2 as wire
 
 from .calls import Grant, block_bytes_of, committed_of
-from .control import Control
-from .copy import Span, read_blocks, write_blocks
+from .control import Control, log
+from .copy import Span
+from .device_copy import Way, read_by, write_by
+from .device_driver import DeviceFault
+from .device_memory import device_pieces_of, is_on_device
 from .errors import InvalidArgument
 from .layout import BlockMemory, Pieces, pieces_of
 from .namespace import NamespaceSpec
@@ -55,29 +59,45 @@ class Lease:
         """The daemon does not know it any more; for the session's thread."""
         self._until = 0.0
 
-    def _spans(self, extents: Sequence[Extent], first: int, last: int, block_bytes: int) -> Iterator[Span]:
-        """Where the slots of blocks first to last - 1 are mapped, in order.
+    def _spans(
+        self, extents: Sequence[Extent], first: int, last: int, block_bytes: int, way: Way
+    ) -> Iterator[tuple[Span, Way]]:
+        """Where the slots of blocks first to last - 1 are mapped, in order, and how they are reached.
 
         Ends early when a segment is gone. A span is mapped until the next is asked for.
         """
-        segments = self.session.segments
-        if segments is None:
-            return
         for extent in extents:
             start, end = max(first, extent.first_block), min(last, extent.end_block)
             if start >= end:
                 continue
             try:
-                segment = segments.segment(extent.segment_id)
-            except SegmentUnknown:
+                address, length_bytes, device = self.session.place(extent.segment_id, way.device)
+            except (SegmentUnknown, DeviceFault):
                 return
             except ConnectionError as error:
                 self._control.session_lost(self.session, str(error))
                 return
             offset = extent.offset_bytes + (start - extent.first_block) * extent.stride_bytes
-            if offset + (end - start - 1) * extent.stride_bytes + block_bytes > segment.length_bytes:
+            if offset + (end - start - 1) * extent.stride_bytes + block_bytes > length_bytes:
                 return
-            yield Span(segment.address + offset, extent.stride_bytes, start, end - start)
+            span = Span(address + offset, extent.stride_bytes, start, end - start)
+            yield span, replace(way, device=device)
+
+    def _way(self, memory: Sequence[BlockMemory], stream: int) -> Way:
+        """How blocks in this memory travel. Raises InvalidArgument for a GPU's when there is no device."""
+        on_device = bool(memory) and is_on_device(memory[0])
+        device = self.session.device if on_device else None
+        if on_device and device is None:
+            raise InvalidArgument(
+                "memory", "on a GPU", "this client has no device", "name it in ClientOptions.device_uuid"
+            )
+        return Way(self._spec.checksum_algorithm, device, stream, on_device)
+
+    def _in_doubt(self, fault: DeviceFault) -> None:
+        """A copy may still be under way: the daemon hears nothing, and keeps the slots until we are dead."""
+        log.error("a copy on the device failed; the device is given up: %s", fault)
+        self.is_held = False
+        self._until = 0.0
 
 
 class ReadHold(Lease):
@@ -104,15 +124,22 @@ class ReadHold(Lease):
         return self.run.hit_count
 
     def copy_out(
-        self, targets: Sequence[BlockMemory], shard: int = 0, kv_group: int = 0, start: int = 0
+        self,
+        targets: Sequence[BlockMemory],
+        shard: int = 0,
+        kv_group: int = 0,
+        start: int = 0,
+        stream: int = 0,
     ) -> int:
         """Copies blocks into the engine's memory and verifies them there, in order.
 
         Args:
-            targets: memory of consecutive blocks; the first is block first_block + start of the run.
+            targets: memory of consecutive blocks, all on the CPU or all on the client's GPU; the first is
+                block first_block + start of the run.
             shard: one that was given to acquire() or redeem().
             kv_group: index into the namespace's groups.
             start: blocks of the lease to leave out at its front.
+            stream: the engine's CUDA stream for what is on a GPU; what it does later finds the blocks.
 
         Returns:
             Number of leading targets that hold verified blocks. What lies behind them is undefined. A bad
@@ -135,19 +162,25 @@ class ReadHold(Lease):
                 f"this lease has {self.block_count} blocks",
                 "load fewer",
             )
-        pieces = [pieces_of(target, block_bytes, writable=True) for target in targets]
+        way = self._way(targets, stream)
+        pieces = [_pieces(way, target, block_bytes, writable=True) for target in targets]
         if not self.is_held or not pieces:
             return 0
         first = self.first_block + start
         with self.session.copying():
-            good, is_bad = self._copy_verified(extents, first, pieces, block_bytes)
+            good, is_bad = self._copy_verified(extents, first, pieces, block_bytes, way)
         if is_bad:
             self._bad.append(wire.BadBlock(shard=shard, kv_group=kv_group, block_index=first + good))
         self._control.statistics.add(read=good, bad=int(is_bad))
         return good
 
     def _copy_verified(
-        self, extents: Sequence[Extent], first: int, pieces: Sequence[Pieces], block_bytes: int
+        self,
+        extents: Sequence[Extent],
+        first: int,
+        pieces: Sequence[Pieces],
+        block_bytes: int,
+        way: Way,
     ) -> tuple[int, bool]:
         """(good leading blocks, whether the next one is bad)."""
         checksums = [
@@ -157,9 +190,13 @@ class ReadHold(Lease):
             for checksum in extent.checksums[max(0, first - extent.first_block) :]
         ]
         good = 0
-        for span in self._spans(extents, first, first + len(pieces), block_bytes):
+        for span, own_way in self._spans(extents, first, first + len(pieces), block_bytes, way):
             end = good + span.block_count
-            copied, is_bad = read_blocks(span, pieces[good:end], checksums[good:end], self.expired)
+            try:
+                copied, is_bad = read_by(own_way, span, pieces[good:end], checksums[good:end], self.expired)
+            except DeviceFault as fault:
+                self._in_doubt(fault)
+                return good, False
             good += copied
             if good < end:
                 return good, is_bad
@@ -222,8 +259,12 @@ class WriteHold(Lease):
         self._committed = 0
         self.session.prefetch({extent.segment_id for extent in granted.extents})
 
-    def copy_in(self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None) -> Call[Committed]:
+    def copy_in(
+        self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None, stream: int = 0
+    ) -> Call[Committed]:
         """Checksums and copies the next blocks; returns the Commit to send. settle() must follow.
+
+        stream is the engine's CUDA stream for what is on a GPU: what it was given before has made the blocks.
 
         Raises:
             InvalidArgument: more sources than reserved blocks, other blocks than the next, wrong sizes.
@@ -237,19 +278,26 @@ class WriteHold(Lease):
                 f"the next reserved blocks are {self.reserved_indexes[self._committed :][:8]}...",
                 "give sources of the next reserved_indexes, in order",
             )
-        pieces = [pieces_of(source, self._block_bytes, writable=False) for source in sources]
+        way = self._way(sources, stream)
+        pieces = [_pieces(way, source, self._block_bytes, writable=False) for source in sources]
         checksums: list[int] = []
         if self.is_held and pieces:
             with self.session.copying():
-                self._copy_checked(expected, pieces, checksums)
+                self._copy_checked(expected, pieces, checksums, way)
         self._control.statistics.add(written=len(checksums))
         return self._commit(checksums, len(sources))
 
-    def _copy_checked(self, blocks: Sequence[int], pieces: Sequence[Pieces], checksums: list[int]) -> None:
+    def _copy_checked(
+        self, blocks: Sequence[int], pieces: Sequence[Pieces], checksums: list[int], way: Way
+    ) -> None:
         """Copies as many blocks as the lease's life allows; appends their checksums."""
-        for span in self._spans(self._extents, blocks[0], blocks[-1] + 1, self._block_bytes):
+        for span, own_way in self._spans(self._extents, blocks[0], blocks[-1] + 1, self._block_bytes, way):
             done = len(checksums)
-            checksums += write_blocks(span, pieces[done : done + span.block_count], self.expired)
+            try:
+                checksums += write_by(own_way, span, pieces[done : done + span.block_count], self.expired)
+            except DeviceFault as fault:
+                self._in_doubt(fault)
+                return
             if len(checksums) < done + span.block_count:
                 return
 
@@ -297,3 +345,10 @@ class WriteHold(Lease):
     def __del__(self) -> None:
         if self.is_held and not self._control.is_closed:
             self._control.outbox.abandon(self.session.boot_id, Abort(self.token))
+
+
+def _pieces(way: Way, memory: BlockMemory, block_bytes: int, *, writable: bool) -> Pieces:
+    """Addresses of one block's pieces, on the CPU or the GPU."""
+    if way.on_device:
+        return device_pieces_of(memory, block_bytes)
+    return pieces_of(memory, block_bytes, writable=writable)

@@ -17,10 +17,16 @@ class ReadLease(ReadHold):
     """A hold on the leading blocks of a run that hit; see ReadHold for its attributes. Use it with `with`."""
 
     def load(
-        self, targets: Sequence[BlockMemory], shard: int = 0, kv_group: int = 0, *, start: int = 0
+        self,
+        targets: Sequence[BlockMemory],
+        shard: int = 0,
+        kv_group: int = 0,
+        *,
+        start: int = 0,
+        stream: int = 0,
     ) -> int:
         """Copies blocks into the engine's memory and verifies them there: see ReadHold.copy_out."""
-        return self.copy_out(targets, shard, kv_group, start)
+        return self.copy_out(targets, shard, kv_group, start, stream)
 
     def __enter__(self) -> ReadLease:
         return self
@@ -45,12 +51,15 @@ class WriteLease(WriteHold):
         super().__init__(control, spec, granted, block_bytes)
         self._run = run
 
-    def store(self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None) -> Committed:
+    def store(
+        self, sources: Sequence[BlockMemory], blocks: Sequence[int] | None = None, *, stream: int = 0
+    ) -> Committed:
         """Checksums and copies blocks, then commits them, in order. May be called in parts.
 
         Args:
             sources: memory of the next reserved blocks; it must not change until this returns.
             blocks: their indexes in the run, as a check; they must be the next of reserved_indexes.
+            stream: the engine's CUDA stream, for what is on a GPU.
 
         Returns:
             What became of them. Dropped also when the lease ran out or the daemon is away; the rest of the
@@ -59,7 +68,7 @@ class WriteLease(WriteHold):
         Raises:
             InvalidArgument: more sources than reserved blocks, other blocks than the next, wrong sizes.
         """
-        return self.settle(self._run(self.copy_in(sources, blocks)))
+        return self.settle(self._run(self.copy_in(sources, blocks, stream)))
 
     def __enter__(self) -> WriteLease:
         return self

@@ -17,7 +17,7 @@ from prefixd.v1 import types_pb2
 from .errors import InvalidArgument
 from .weights import weights_fingerprint
 
-__all__ = ["KvGroup", "KvGroupKind", "NamespaceSpec", "isa_class", "weights_fingerprint"]
+__all__ = ["ChecksumAlgorithm", "KvGroup", "KvGroupKind", "NamespaceSpec", "isa_class", "weights_fingerprint"]
 
 HASH_SIZES = (16, 32)
 CPU_INFO = Path("/proc/cpuinfo")
@@ -33,6 +33,13 @@ class KvGroupKind(IntEnum):
     RECURRENT = 3
 
 
+class ChecksumAlgorithm(IntEnum):
+    """How a block's checksum is computed. Values are the wire's; LANES_64 is for engines on GPUs."""
+
+    XXH3_64 = 1
+    LANES_64 = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
     """Layers that share a block table; block_bytes is one block, all layers of the group, one shard."""
@@ -44,7 +51,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceSpec:
-    """Field by field the wire's NamespaceSpec (types.proto), with XXH3_64 checksums and RAW encoding.
+    """Field by field the wire's NamespaceSpec (types.proto), with RAW encoding.
 
     Raises InvalidArgument where the client itself would go wrong; the daemon checks everything else.
     """
@@ -69,6 +76,7 @@ class NamespaceSpec:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     shard_count: int = 1
+    checksum_algorithm: ChecksumAlgorithm = ChecksumAlgorithm.XXH3_64
 
     def __post_init__(self) -> None:
         if self.hash_bytes not in HASH_SIZES:
@@ -90,11 +98,12 @@ class NamespaceSpec:
             )
             for group in self.kv_groups
         ]
-        plain = {name: getattr(self, name) for name in self.__slots__ if name != "kv_groups"}
+        apart = {"kv_groups", "checksum_algorithm"}
+        plain = {name: getattr(self, name) for name in self.__slots__ if name not in apart}
         return types_pb2.NamespaceSpec(
             **plain,
             kv_groups=groups,
-            checksum_algorithm=types_pb2.CHECKSUM_ALGORITHM_XXH3_64,
+            checksum_algorithm=wire_enum(self.checksum_algorithm),
             encoding=types_pb2.BLOCK_ENCODING_RAW,
         )
 

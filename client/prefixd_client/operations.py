@@ -157,6 +157,7 @@ class Operations:
             extents = calls.read_extents(answer, self._spec, len(run))
             for shard in shards:
                 self._check_covered(extents, shard, skip_blocks, hits.hit_count)
+            session.learn(answer.device_segments)
             grant = calls.grant_of(answer.lease, session.boot_id, sent_at)
             return ReadGrant(session, grant, hits, skip_blocks, extents)
 
@@ -249,6 +250,7 @@ class Operations:
                 return None
             first, last = mine[0].first_block, mine[-1].end_block
             self._check_covered(extents, shard, first, last)
+            session.learn(answer.device_segments)
             grant = calls.grant_of(answer.lease, session.boot_id, sent_at)
             return ReadGrant(session, grant, RunHits(((Tier.UNKNOWN, last),), 0, 0), first, extents)
 
@@ -264,6 +266,7 @@ class Operations:
         kv_group: int,
         ttl_s: float | None,
         recompute_cost_s: float | None,
+        in_hbm: bool = False,
     ) -> Call[WriteGrant | None]:
         """See Namespace.reserve."""
         session, ref = self.session()
@@ -280,6 +283,7 @@ class Operations:
             block_hashes=run,
             ttl=calls.duration(ttl_s),
             recompute_cost=calls.duration(recompute_cost_s),
+            wanted_tier=types_pb2.TIER_HBM if in_hbm else types_pb2.TIER_UNSPECIFIED,
         )
 
         def read(answer: wire.ReserveResponse, sent_at: float) -> WriteGrant | None:
@@ -292,6 +296,7 @@ class Operations:
                 index for extent in extents for index in range(extent.first_block, extent.end_block)
             ]:
                 raise AnswerRejected("extents and reserved blocks do not match")
+            session.learn(answer.device_segments)
             grant = calls.Grant(b"", sent_at)
             if reserved:
                 grant = calls.grant_of(answer.lease, session.boot_id, sent_at)

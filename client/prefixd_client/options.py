@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .errors import InvalidArgument
+from .tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,14 +13,13 @@ class ClientOptions:
     """Deadlines, pauses and bounds. Times are seconds and positive."""
 
     lookup_timeout_s: float = 0.045
-    """Lookup, Acquire, Redeem: the engine's scheduler waits for these; a hung daemon costs it this once. The
-    engine has its answer within 50 ms: gRPC and Python take 2 to 4 ms to notice that the time is over."""
+    """Lookup, Acquire, Redeem, and a segment that is mapped at its first use: the engine waits for these; a
+    hung daemon costs it this once. It has its answer within 50 ms: gRPC and Python take 2 to 4 ms to notice
+    that the time is over."""
     write_timeout_s: float = 0.5
     """Reserve and Commit: off the way to the first token, yet an engine thread waits."""
     control_timeout_s: float = 2.0
     """OpenNamespace, Release, Abort, ReportUsage, heartbeats: nobody but the background thread waits."""
-    segment_timeout_s: float = 0.5
-    """Companion connection, and each answer on it: an engine waits when it needs a segment not mapped yet."""
     stream_timeout_s: float = 60.0
     """Put and Get, whole: bytes travel through gRPC at 0.1 GB/s."""
     open_wait_s: float = 2.0
@@ -38,10 +38,14 @@ class ClientOptions:
     """Usage reports waiting to be sent; the oldest are dropped beyond it."""
     message_bytes_max: int = 16 << 20
     """Largest message received; the daemon's own bound is the same."""
+    device_uuid: str = ""
+    """GPU of this process, "GPU-..." as nvidia-smi -L prints it: blocks that the daemon keeps there are read
+    from there. Empty: HBM is not used."""
+    tls: ClientTls | None = None
+    """How to reach a "host:port" by TLS; None speaks plainly, which daemons allow on loopback alone."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) <= 0:
-                raise InvalidArgument(
-                    item.name, getattr(self, item.name), "must be above 0", "see ClientOptions"
-                )
+            value = getattr(self, item.name)
+            if isinstance(value, int | float) and value <= 0:
+                raise InvalidArgument(item.name, value, "must be above 0", "see ClientOptions")

@@ -11,9 +11,9 @@ from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 
 from .calls import AnswerRejected, block_bytes_of, checked_hashes, decline_reason_of
-from .copy import checksum_of
+from .device_memory import checksum_of
 from .errors import InvalidArgument
-from .namespace import NamespaceSpec
+from .namespace import ChecksumAlgorithm, NamespaceSpec
 from .values import PutResult
 
 PIECE_BYTES = 1 << 20
@@ -57,7 +57,9 @@ class PutStream:
         try:
             for block_hash, data in self._checked():
                 first = wire.PutBlock(
-                    block_hash=block_hash, checksum=checksum_of(data), data=data[:PIECE_BYTES]
+                    block_hash=block_hash,
+                    checksum=checksum_of(data, self._spec.checksum_algorithm),
+                    data=data[:PIECE_BYTES],
                 )
                 yield wire.PutRequest(block=first)
                 for start in range(PIECE_BYTES, len(data), PIECE_BYTES):
@@ -97,7 +99,13 @@ class PutStream:
 class GetAssembly:
     """Puts the blocks of one get together and verifies each."""
 
-    def __init__(self, block_bytes: int, asked: int) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        asked: int,
+        algorithm: ChecksumAlgorithm = ChecksumAlgorithm.XXH3_64,
+    ) -> None:
+        self._algorithm = algorithm
         self._block_bytes = block_bytes
         self._asked = asked
         self.blocks: list[bytes] = []
@@ -131,7 +139,7 @@ class GetAssembly:
             raise AnswerRejected(f"more than {self._block_bytes} bytes in a block")
         if len(self._pending) == self._block_bytes:
             block = bytes(self._pending)
-            if checksum_of(block) != self._checksum:
+            if checksum_of(block, self._algorithm) != self._checksum:
                 raise AnswerRejected(f"block {len(self.blocks)} does not match its checksum")
             self.blocks.append(block)
             self._pending.clear()

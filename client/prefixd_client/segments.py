@@ -92,7 +92,8 @@ class SegmentMap:
     Args:
         companion_path: where segments are handed out, from SessionOpened.
         session_id: of the session that this process has open.
-        timeout_s: for the connection and for each answer.
+        timeout_s: for each answer.
+        connect_timeout_s: for the connection; nobody but the background thread waits.
         on_lost: called once, on the background thread, when the daemon closes the connection.
 
     Raises:
@@ -106,6 +107,7 @@ class SegmentMap:
         session_id: bytes,
         *,
         timeout_s: float = 2.0,
+        connect_timeout_s: float = 2.0,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         self._on_lost = on_lost
@@ -118,7 +120,8 @@ class SegmentMap:
         """Segments to fetch, and (segment, offset) to prefault from, for the background thread."""
         self._closed = False
         self._lost = threading.Event()
-        self._socket = _connect(companion_path, session_id, timeout_s)
+        self._socket = _connect(companion_path, session_id, connect_timeout_s)
+        self._socket.settimeout(timeout_s)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="prefixd-segments", daemon=True)
         self._thread.start()
@@ -163,6 +166,10 @@ class SegmentMap:
         with self._state:
             for number in segment_ids:
                 self._mapped.pop(number, None)
+
+    def is_mapped(self, segment: MappedSegment) -> bool:
+        """Whether this mapping is in use, and was not retired."""
+        return self._mapped.get(segment.segment_id) is segment
 
     def close(self) -> None:
         """Lets go of all mappings, then of the connection. Idempotent.

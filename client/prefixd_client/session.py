@@ -6,11 +6,12 @@ makes another. The stream's reader thread tells the listener what comes in. Noth
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,11 +21,15 @@ from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import cache_service_pb2_grpc, types_pb2
 
 from .channel import open_channel
+from .device import DeviceMap
+from .device_driver import DeviceFault
 from .failures import Failure, failure_of
 from .namespace import NamespaceSpec
 from .options import ClientOptions
-from .segments import SegmentMap
+from .segments import SegmentMap, SegmentUnknown
 from .version import __version__
+
+log = logging.getLogger("prefixd_client")
 
 _STUB: Any = cache_service_pb2_grpc.CacheServiceStub
 """Generated without types."""
@@ -79,6 +84,7 @@ class Session:
         self.stub = _STUB(self._channel)
         self.opened = wire.SessionOpened()
         self.segments: SegmentMap | None = None
+        self.device: DeviceMap | None = None
         self.refs: dict[NamespaceSpec, types_pb2.NamespaceRef] = {}
         self.known_segments: set[int] = set()
         self.is_lost = False
@@ -106,8 +112,13 @@ class Session:
 
     def open(self, instance_id: str, engine_name: str) -> None:
         """Says hello and connects the companion. Raises SessionFailed, with everything closed again."""
+        self.device = _device_map(self._options.device_uuid)
         hello = wire.SessionHello(
-            instance_id=instance_id, engine_name=engine_name, client_version=__version__, pid=os.getpid()
+            instance_id=instance_id,
+            engine_name=engine_name,
+            client_version=__version__,
+            pid=os.getpid(),
+            readable_devices=[] if self.device is None else [self.device.uuid],
         )
         self._outgoing.put(wire.OpenSessionRequest(hello=hello))
         self._stream = self.stub.OpenSession(iter(self._outgoing.get, None))
@@ -119,7 +130,8 @@ class Session:
                 self.segments = SegmentMap(
                     self.opened.companion_path,
                     self.session_id,
-                    timeout_s=self._options.segment_timeout_s,
+                    timeout_s=self._options.lookup_timeout_s,
+                    connect_timeout_s=self._options.control_timeout_s,
                     on_lost=lambda: self._end("the companion connection has ended"),
                 )
         except OSError as error:
@@ -131,6 +143,8 @@ class Session:
         self.is_lost = True
         with self._copies:
             self._copies.wait_for(lambda: self._copying == 0)
+        if self.device is not None:
+            self.device.close()
         if self.segments is not None:
             self.segments.close()
         self._outgoing.put(None)
@@ -151,10 +165,42 @@ class Session:
         finally:
             with self._copies:
                 self._copying -= 1
+                self._unpin_retired()
                 self._copies.notify_all()
+
+    def place(self, segment_id: int, device: DeviceMap | None) -> tuple[int, int, DeviceMap | None]:
+        """(address, length in bytes, who copies there) of a segment, mapped or opened now if it is not yet.
+
+        Args:
+            device: who copies from and to the engine's memory, when that is on a GPU.
+
+        Raises:
+            SegmentUnknown, DeviceFault: it cannot be reached: what lies there is a miss.
+            CompanionLost: it is not mapped, and the daemon does not answer.
+        """
+        if self.device is not None and self.device.knows(segment_id):
+            return *self.device.segment(segment_id), self.device
+        if self.segments is None:
+            raise SegmentUnknown(segment_id)
+        segment = self.segments.segment(segment_id)
+        if device is not None:
+            device.pin(segment)
+        return segment.address, segment.length_bytes, device
+
+    def _unpin_retired(self) -> None:
+        """Lets the device go of segments that are gone, when nobody copies. The caller holds _copies."""
+        if self.device is not None and self.segments is not None and self._copying == 0:
+            self.device.unpin_retired(self.segments.is_mapped)
+
+    def learn(self, segments: Iterable[types_pb2.DeviceSegment]) -> None:
+        """Takes what an answer says about segments in GPU memory."""
+        if self.device is not None:
+            self.device.learn(segments)
 
     def prefetch(self, segment_ids: set[int]) -> None:
         """Has segments mapped in the background, before somebody waits for them."""
+        if self.device is not None:
+            segment_ids = {number for number in segment_ids if not self.device.knows(number)}
         if self.segments is not None and not segment_ids <= self.known_segments:
             self.known_segments |= segment_ids
             self.segments.prefetch(segment_ids)
@@ -201,6 +247,8 @@ class Session:
                 self._listener.heartbeat_answered(self, message.heartbeat, beat)
         elif kind == "segments_retired" and self.segments is not None:
             self.segments.retire(message.segments_retired.segment_ids)
+            with self._copies:
+                self._unpin_retired()
         elif kind == "draining":
             self.is_draining = True
             self._listener.draining(self)
@@ -210,6 +258,17 @@ class Session:
         self.is_lost = True
         self._answered.set()
         self._listener.session_lost(self, reason)
+
+
+def _device_map(uuid: str) -> DeviceMap | None:
+    """The engine's GPU; None when it named none, or there is none: HBM is not used then."""
+    if not uuid:
+        return None
+    try:
+        return DeviceMap(uuid)
+    except DeviceFault as fault:
+        log.warning("HBM is not used: %s", fault)
+        return None
 
 
 def open_session(

@@ -8,7 +8,6 @@ room, rebalancing, endings; sessions is theirs and the sockets'.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from prefixd_server.base.errors import InvalidRequest
@@ -149,9 +148,8 @@ class Cache:
         """Ends the background tasks, waits for the movers, gives the memory back."""
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        # What ended one before its time, raise_if_broken() tells.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.migration.hurry()
         if self.storage is not None:
             await self.storage.close()
