@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 ANSWER_TIMEOUT_S = 30.0
 WAIT_TIMEOUT_S = 10.0
 POLL_S = 0.005
-PATIENT = {"lookup_timeout_s": 10.0, "write_timeout_s": 10.0, "segment_timeout_s": 10.0}
+PATIENT = {"lookup_timeout_s": 10.0, "write_timeout_s": 10.0}
 """Client options where deadlines are not what is tested: the machine may be slow."""
 
 
