@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from prefixd_server.base.metrics import metrics_table
+from prefixd_server.base.accounts import Counters, Stats
+from prefixd_server.base.metrics import Metrics, metrics_table
+from prefixd_server.base.types import Tier
 
 from tests.support.repository import ROOT
 from tests.support.tools import tool
@@ -111,6 +113,21 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
             [promtool, *command], cwd=ALERTS.parent, capture_output=True, text=True, check=False, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_finds_names_and_units_as_prometheus_wants_them() -> None:
+    metrics = Metrics()
+    metrics.rpc_seconds("Lookup", "t").observe(0.1)
+    metrics.crossed(Tier.DRAM, Tier.NVME, 0.1, 1)
+    stats = Stats((), Counters(), 0, 0, 0, 0, False, 0.0)
+    done = subprocess.run(
+        [tool("promtool"), "check", "metrics"],
+        input=metrics.render(stats, {"t": stats}),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_promtool_accepts_every_expression_of_the_dashboard(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ TARGETS = (
     *("basic", "local-fs", "multi-user", "network", "paths", "shutdown"),
     *("slices", "sockets", "sysinit", "timers", "umount"),
 )
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 COMMAND = """\
 #!/bin/sh
 export PYTHONHOME=/opt/python LD_LIBRARY_PATH=/opt/python/lib PYTHONDONTWRITEBYTECODE=1
