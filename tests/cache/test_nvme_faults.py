@@ -263,6 +263,21 @@ def test_a_demotion_that_hangs_ends_when_the_disk_goes_on(scene: Scene, call: st
     scene.settles()
 
 
+def test_a_namespace_that_is_dropped_while_its_first_blocks_are_written_leaves_nothing(scene: Scene) -> None:
+    other = make_engine(scene.node, model="other")
+    scene.files.hold("write_at")
+    for number in range(16):
+        other.put(("other", number), *range(4))
+    scene.node.run(until(scene.files.held.is_set))
+    scene.node.run(scene.node.cache.drop_namespace("red", other.ref))
+    scene.node.settle()
+    scene.files.go_on()
+    runs = fill(scene.engine, 12, name="after")
+    assert [read(scene.engine, hashes) for hashes in runs] == [RUN] * 12
+    scene.node.cache.raise_if_broken()
+    scene.settles()
+
+
 def test_a_slow_call_that_ended_before_anybody_looked_counts_too(scene: Scene) -> None:
     hashes = cold(scene.engine, scene.runs)[0]
     waiter = hang(scene, hashes)

@@ -45,6 +45,14 @@ class FaultyFiles(RealFiles):
         """These bytes of the file cannot be read any more."""
         self._spoiled.append((name, offset, offset + length))
 
+    def replace_sectors(self) -> None:
+        """What was spoiled can be read again."""
+        self._spoiled.clear()
+
+    def forget_plans(self) -> None:
+        """No failure of fail() is still to come."""
+        self._faults.clear()
+
     def hold(self, *calls: str) -> None:
         """From now on such calls hang until go_on()."""
         self.held.clear()

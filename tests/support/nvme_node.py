@@ -43,9 +43,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
             await asyncio.sleep(0.002)
 
 
-def make_engine(node: Node, instance: str = "one") -> Engine:
-    """An engine of the tenant "red" on the one namespace of these tests."""
-    ref = node.cache.open_namespace("red", spec())
+def make_engine(node: Node, instance: str = "one", model: str = "model") -> Engine:
+    """An engine of the tenant "red"."""
+    ref = node.cache.open_namespace("red", spec(model))
     return Engine(node, node.open_session("red", instance), ref)
 
 

@@ -314,8 +314,8 @@ class Catalog(CatalogReads):
         slots = self.columns.slot[tier][rows]
         writing = table.state[slots] == SlotState.RESERVED
         table.row[slots[writing]] = NO_ROW
-        if tier in self.durable:
-            gone = rows[~writing]
+        gone = rows[~writing]
+        if tier in self.durable and len(gone):
             self.departures.append(
                 Departure(tier, self.columns.space[gone], self.columns.key[gone], slots[~writing])
             )
