@@ -46,7 +46,7 @@ struct Ledger {
 static struct Ledger *ledger;
 static int ledger_fd = -1;
 static struct Process self;
-static const char *directory(void) { return getenv("FAKE_CUDA_DIR"); }
+static char directory[3000]; /* of the machine that this process has met first */
 
 /* When a process began, in clock ticks since boot; 0 when it is dead, zombies included. */
 static uint64_t start_of(uint64_t pid) {
@@ -112,9 +112,10 @@ static void ledger_unlock(void) { flock(ledger_fd, LOCK_UN); }
 
 CUresult ledger_open(void) {
     char path[4096];
-    if (directory() == NULL)
+    if (getenv("FAKE_CUDA_DIR") == NULL)
         return CUDA_ERROR_NO_DEVICE;
-    snprintf(path, sizeof path, "%s/ledger", directory());
+    snprintf(directory, sizeof directory, "%s", getenv("FAKE_CUDA_DIR"));
+    snprintf(path, sizeof path, "%s/ledger", directory);
     ledger_fd = open(path, O_RDWR | O_CLOEXEC);
     if (ledger_fd < 0 || ftruncate(ledger_fd, sizeof *ledger) != 0)
         return CUDA_ERROR_NO_DEVICE;
@@ -141,7 +142,7 @@ uint64_t ledger_used(int device) {
 }
 
 void ledger_path(uint64_t id, char *path, size_t size) {
-    snprintf(path, size, "%s/memory-%llu", directory(), (unsigned long long)id);
+    snprintf(path, size, "%s/memory-%llu", directory, (unsigned long long)id);
 }
 
 static struct Entry *find(uint64_t id) {
@@ -207,7 +208,7 @@ CUresult violation(CUresult result, const char *format, ...) {
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
-    snprintf(path, sizeof path, "%s/violations", directory());
+    snprintf(path, sizeof path, "%s/violations", directory);
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     if (fd >= 0) {
         dprintf(fd, "pid %d: %s\n", getpid(), text);
