@@ -13,6 +13,8 @@ Not here: which blocks are watched (tracker.py), what a class is (signals.py).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,8 @@ from prefixd_server.policy.signals import (
     HINT_COUNT,
     HISTORY_COUNT,
     REPLY_COUNT,
+    Signal,
+    classes_without,
 )
 
 Table = NDArray[np.float64]
@@ -45,9 +49,14 @@ _WINDOWS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16
 
 
 class HazardTable:
-    """See the module. `index` is V, flat: class x AGE_BUCKET_COUNT + age bucket, per second."""
+    """See the module. `index` is V, flat: class x AGE_BUCKET_COUNT + age bucket, per second.
 
-    def __init__(self) -> None:
+    Args:
+        ignored: signals that classes are not told apart by.
+    """
+
+    def __init__(self, ignored: Collection[Signal] = ()) -> None:
+        self._stand_in = classes_without(ignored) if ignored else None
         self._reuses: Table = np.zeros((CLASS_COUNT, AGE_BUCKET_COUNT))
         self._exposure_s: Table = np.zeros((CLASS_COUNT, AGE_BUCKET_COUNT))
         self._flat_reuses = self._reuses.ravel()
@@ -59,15 +68,21 @@ class HazardTable:
 
     def observe_reuses(self, classes: NDArray[np.integer], buckets: NDArray[np.intp]) -> None:
         """Counts one reuse of a block for each class and age bucket, which may repeat."""
-        np.add.at(self._flat_reuses, buckets + np.multiply(classes, AGE_BUCKET_COUNT, dtype=np.intp), 1.0)
+        np.add.at(self._flat_reuses, self._places(classes, buckets), 1.0)
         self._new += len(classes)
 
     def observe_exposure(
         self, classes: NDArray[np.integer], buckets: NDArray[np.intp], seconds: Table
     ) -> None:
         """Adds the time that blocks of these classes and ages have waited, in seconds each."""
-        places = buckets + np.multiply(classes, AGE_BUCKET_COUNT, dtype=np.intp)
-        np.add.at(self._flat_exposure, places, seconds)
+        np.add.at(self._flat_exposure, self._places(classes, buckets), seconds)
+
+    def _places(self, classes: NDArray[np.integer], buckets: NDArray[np.intp]) -> NDArray[np.intp]:
+        if self._stand_in is not None:
+            classes = self._stand_in.take(classes)
+        places: NDArray[np.intp] = np.multiply(classes, AGE_BUCKET_COUNT, dtype=np.intp)
+        places += buckets
+        return places
 
     def decay(self, factor: float) -> None:
         """Lets old evidence fade, so that the table follows the workload."""
@@ -99,7 +114,8 @@ class HazardTable:
         )
         sources = chosen.copy()
         sources[kinds] = first_of_kind
-        self.index[:] = index_of(hazards[sources])[places].ravel()
+        index = index_of(hazards[sources])[places]
+        self.index[:] = (index if self._stand_in is None else index[self._stand_in]).ravel()
 
     @property
     def nbytes(self) -> int:

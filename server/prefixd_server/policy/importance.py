@@ -17,7 +17,7 @@ Not here: when and how much is evicted (the caller), what may not go (the view).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from prefixd_server.policy.signals import (
     AGE_BUCKET_COUNT,
     REPLY_COUNT,
     RUNNING,
+    Signal,
     age_bucket,
     age_buckets,
     describe,
@@ -105,13 +106,14 @@ class ImportancePolicy:
 
     Args:
         weight: delta_T, where it differs between blocks of a pool.
+        ignored: signals that decide nothing; for ablations.
     """
 
     name = "importance"
 
-    def __init__(self, weight: Weight | None = None) -> None:
+    def __init__(self, weight: Weight | None = None, ignored: Collection[Signal] = ()) -> None:
         self._weight = weight
-        self.hazards = HazardTable()
+        self.hazards = HazardTable(ignored)
         self.tracker = ReuseTracker(self.hazards)
         self._decayed_at: float | None = None
         self._residence_s = 0.0
@@ -203,8 +205,11 @@ class ImportancePolicy:
 
         The caller stores as many new blocks as it has free slots and victims, the first of the run first.
         """
-        ceiling = ceiling_for(self._index_at(history, RUNNING, 0.0))
-        return self.victims_below(view, block_count, ceiling, now, rng)
+        return self.victims_below(view, block_count, self.ceiling_for_new(history), now, rng)
+
+    def ceiling_for_new(self, history: int) -> float:
+        """What new blocks of this history displace is worth less than this."""
+        return ceiling_for(self._index_at(history, RUNNING, 0.0))
 
     def victims_for_node(
         self, view: TierView, block_count: int, node: int, now: float, rng: np.random.Generator

@@ -10,6 +10,8 @@ a workload (POLICY.md D2). Learning from classes is hazard.py's.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +87,35 @@ def reply_byte(output_token_count: int, stop: StopReason) -> int:
     """Packs what is known of a finished reply."""
     length = 1 + bisect_right(REPLY_EDGES_TOKENS, output_token_count)
     return HINT_COUNT * length + _HINTS.get(stop, HINT_COUNT - 1)
+
+
+class Signal(Enum):
+    """What can be ignored, to see what it is worth."""
+
+    GAP = "gap"
+    REUSED = "reused"
+    LIFE = "running or finished"
+    REPLY_LENGTH = "reply length"
+    STOP = "stop reason"
+
+
+def classes_without(ignored: Collection[Signal]) -> NDArray[np.intp]:
+    """For each class the one that stands for it when some signals are ignored, shape (CLASS_COUNT,)."""
+    history, reply = np.divmod(np.arange(CLASS_COUNT, dtype=np.intp), REPLY_COUNT)
+    gap, reused = np.divmod(history, 2)
+    length, hint = np.divmod(reply, HINT_COUNT)
+    if Signal.GAP in ignored:
+        gap[:] = NO_GAP
+    if Signal.REUSED in ignored:
+        reused[:] = 0
+    if Signal.REPLY_LENGTH in ignored:
+        length = length.clip(max=1)
+    if Signal.LIFE in ignored:
+        length[:] = hint[:] = RUNNING
+    if Signal.STOP in ignored:
+        hint[:] = 0
+    stand_in: NDArray[np.intp] = (2 * gap + reused) * REPLY_COUNT + HINT_COUNT * length + hint
+    return stand_in
 
 
 def describe(history: int, reply: int) -> dict[str, str]:

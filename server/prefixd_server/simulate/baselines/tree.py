@@ -20,7 +20,9 @@ from prefixd_server.policy.policy import Victims
 
 NEVER = float("inf")
 PROBATION_SHARE = 0.1
-GHOST_SHARE = 0.5
+GHOST_SHARE = 4.0
+"""2Q remembers so many times the tier's blocks; with half of them, as its authors advise, it hits less."""
+FLOOR_COUNT_START = 1024
 _AFTER_ALL_TIMES = 1e15
 """Added to a time to put it after all others; doubles keep milliseconds up to it."""
 
@@ -39,45 +41,49 @@ class ReplayListener(Protocol):
 
 
 class GdsfTree:
-    """See the module."""
+    """See the module. A node keeps the floor that there was when it was last used."""
 
     name = "gdsf"
 
     def __init__(self, block_tokens: int) -> None:
         self._cost = RecomputeCost(1.0, block_tokens)
-        self._floor = 0.0
-        self._floors: dict[int, tuple[float, float]] = {}
+        self._raised_at: NDArray[np.float64] = np.zeros(FLOOR_COUNT_START)
+        self._floors: NDArray[np.float64] = np.zeros(FLOOR_COUNT_START)
+        self._raised_count = 1
 
     def victims(self, view: TierView, block_count: int, now: float, rng: np.random.Generator) -> Victims:
         """See Policy."""
-        del now, rng
+        del rng
         nodes = view.leaves()
         scores = self._values(view, nodes)
         choice = Choice(view, block_count)
-        take_lowest(
-            choice,
-            nodes,
-            scores,
-            lambda node: float(self._values(view, np.array([node], dtype=np.int32))[0]),
-            NEVER,
-            len(nodes),
-        )
-        for node, _ in choice.victims:
-            value = self._floors.pop(node, None)
-            if value is not None:
-                self._floor = max(self._floor, value[1])
+
+        def value_of(node: int) -> float:
+            return float(self._values(view, np.array([node], dtype=np.int32))[0])
+
+        take_lowest(choice, nodes, scores, value_of, NEVER, len(nodes))
+        if choice.victims:
+            self._raise_floor(value_of(choice.victims[-1][0]), now)
         return choice.victims
 
+    def _raise_floor(self, value: float, now: float) -> None:
+        """What is used from now on counts from the value of the last victim."""
+        count = self._raised_count
+        if value <= self._floors[count - 1]:
+            return
+        if count == len(self._floors):
+            self._raised_at, self._floors = (
+                np.concatenate([old, np.zeros(count)]) for old in (self._raised_at, self._floors)
+            )
+        self._raised_at[count], self._floors[count] = now, value
+        self._raised_count += 1
+
     def _values(self, view: TierView, nodes: Nodes) -> NDArray[np.float64]:
-        """A node keeps the floor of its last use; a use is seen by its time."""
+        """The floor at the last use, and the uses times the cost of the deepest block."""
         gains = view.use_count[nodes] * self._cost.seconds(view.tail_depths(nodes))
-        values = np.empty(len(nodes))
-        uses = view.last_use[nodes].tolist()
-        for place, (node, used, gain) in enumerate(zip(nodes.tolist(), uses, gains.tolist(), strict=True)):
-            known = self._floors.get(node)
-            if known is None or known[0] != used:
-                known = self._floors[node] = (used, self._floor + gain)
-            values[place] = known[1]
+        # A floor that was raised at that very moment came after the use.
+        places = np.searchsorted(self._raised_at[1 : self._raised_count], view.last_use[nodes])
+        values: NDArray[np.float64] = self._floors[places] + gains
         return values
 
 
@@ -85,7 +91,7 @@ class TwoQTree:
     """See the module. Blocks that come back while they are remembered skip probation.
 
     Args:
-        capacity_blocks: of the tier; half as many ghosts are remembered.
+        capacity_blocks: of the tier; GHOST_SHARE times as many ghosts are remembered.
     """
 
     name = "2q"
