@@ -1,6 +1,6 @@
 """The policy on the traces under tests/data: hits against the bars, LRU's known rows, and replay speed.
 
-    python -m bench.simulate [--seeds N] [--trace NAME] [--classics] [--json OUT]
+    python -m bench.simulate [--seeds N] [--trace NAME] [--fraction F,F] [--classics] [--json OUT]
 
 Bars are prefix-hit tokens in %, as the mean over seeds, less half a point.
 `second half` judges only requests after the first half of a trace: constants
@@ -63,10 +63,12 @@ CASES = {
 """By short name. A 0 is a row that is not known beforehand."""
 
 
-def replay(case: Case, policy: str, seeds: int, use_stops: bool) -> dict[float, Outcome]:
+def replay(
+    case: Case, policy: str, fractions: list[float], seeds: int, use_stops: bool = False
+) -> dict[float, Outcome]:
     """The mean over seeds, by size."""
     source = TraceSource(TRACES / f"{case.trace}.jsonl.zst")
-    jobs = jobs_for([source], [policy], list(case.lru), list(range(seeds)), ServingModel(), use_stops)
+    jobs = jobs_for([source], [policy], fractions, list(range(seeds)), ServingModel(), use_stops)
     outcomes = []
     for job in jobs:
         print(f"  {policy} {100 * job.fraction:g} % seed {job.seed}", file=sys.stderr, end="\r")
@@ -97,17 +99,17 @@ def judge(
 
 
 def judge_lru(name: str, case: Case, lru: dict[float, Outcome]) -> Iterator[dict[str, Any]]:
-    """One row per size whose LRU hits are known."""
-    for fraction, known in case.lru.items():
-        hit = 100 * lru[fraction].prefix_hit_token_ratio
+    """One row per size."""
+    for fraction, outcome in lru.items():
+        known, hit = case.lru[fraction], 100 * outcome.prefix_hit_token_ratio
         yield {
             "trace": name,
             "policy": "lru",
             "fraction": fraction,
             "hit": hit,
-            "second_half": 100 * lru[fraction].second_half_prefix_hit_token_ratio,
+            "second_half": 100 * outcome.second_half_prefix_hit_token_ratio,
             "bar": known or None,
-            "references_per_s": lru[fraction].references_per_s,
+            "references_per_s": outcome.references_per_s,
             "missed": bool(known) and abs(hit - known) > LRU_SLACK,
         }
 
@@ -119,22 +121,33 @@ def judge_speed(name: str, case: Case, rows: list[dict[str, Any]]) -> dict[str, 
     return {"trace": name, "references_per_s": speed, "limit": case.references_per_s, "missed": missed}
 
 
-def measure(name: str, case: Case, seeds: int, classics: bool) -> list[dict[str, Any]]:
-    """All rows of one trace."""
-    lru = replay(case, "lru", 1, use_stops=False)
-    rows = list(judge_lru(name, case, lru))
-    learned = list(judge(name, case, lru, replay(case, "importance", seeds, use_stops=False), stops=False))
-    if case.stop_bars:
-        told = replay(case, "importance", seeds, use_stops=True)
-        learned += judge(name, case, lru, told, stops=True)
+def measure(
+    name: str, case: Case, fractions: list[float], seeds: int, classics: bool
+) -> Iterator[dict[str, Any]]:
+    """All rows of one trace, as they come."""
+    sizes = [fraction for fraction in case.lru if fraction in fractions or not fractions]
+    lru = replay(case, "lru", sizes, 1)
+    yield from judge_lru(name, case, lru)
     for policy in CLASSICS if classics else ():
-        for fraction, outcome in replay(case, policy, 1, use_stops=False).items():
+        for fraction, outcome in replay(case, policy, sizes, 1).items():
             hit = 100 * outcome.prefix_hit_token_ratio
-            rows.append(
-                {"trace": name, "policy": policy, "fraction": fraction, "hit": hit, "missed": False}
-                | {"references_per_s": outcome.references_per_s}
-            )
-    return [*rows, *learned, judge_speed(name, case, learned)]
+            yield {
+                "trace": name,
+                "policy": policy,
+                "fraction": fraction,
+                "hit": hit,
+                "references_per_s": outcome.references_per_s,
+                "missed": False,
+            }
+    learned = []
+    for use_stops in (False, True):
+        judged = [size for size in sizes if not use_stops or size in case.stop_bars]
+        outcomes = replay(case, "importance", judged, seeds, use_stops)
+        for row in judge(name, case, lru, outcomes, use_stops):
+            learned.append(row)
+            yield row
+    if learned:
+        yield judge_speed(name, case, learned)
 
 
 def show(row: dict[str, Any]) -> str:
@@ -161,9 +174,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    fractions = [float(part) for part in arguments.fraction.split(",") if part]
     rows = []
     for name in arguments.trace or CASES:
-        for row in measure(name, CASES[name], arguments.seeds, arguments.classics):
+        for row in measure(name, CASES[name], fractions, arguments.seeds, arguments.classics):
             rows.append(row)
             print(show(row), flush=True)
     if arguments.json:
