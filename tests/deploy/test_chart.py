@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from prefixd_server.base.config import Config
 from prefixd_server.base.config_sources import load_config
 
 from tests.deploy.conftest import CHART, Render, helm
 
 VALUES = ("", "gpu", "multi-tenant")
+CUSTOM = {"PodMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator, of which Kubernetes has no schemas."""
 OLDEST, NEWEST = "1.27", "1.37"
 """Chart.yaml's kubeVersion, and the newest that the schemas know."""
 
 
-def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The only manifest of a kind."""
-    (found,) = [manifest for manifest in manifests if manifest["kind"] == kind]
+def one(manifests: list[dict[str, Any]], kind: str, name: str = "test-prefixd") -> dict[str, Any]:
+    """The only manifest of a kind and name."""
+    (found,) = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name)]
     return found
 
 
@@ -48,7 +52,7 @@ def test_helm_lints_it(values: str) -> None:
 @pytest.mark.parametrize("values", VALUES)
 def test_every_manifest_fits_its_schema(render: Render, values: str, version: str) -> None:
     manifests = [
-        manifest for manifest in render(values, "example.enabled=true") if manifest["kind"] != "PodMonitor"
+        manifest for manifest in render(values, "example.enabled=true") if manifest["kind"] not in CUSTOM
     ]
     kinds = {manifest["kind"] for manifest in manifests}
     assert kinds >= {
@@ -138,7 +142,7 @@ def test_a_changed_configuration_is_an_upgrade(render: Render) -> None:
 
 def test_metrics_can_be_turned_off_with_everything_about_them(render: Render, tmp_path: Path) -> None:
     manifests = render("multi-tenant", "metrics.enabled=false")
-    assert {"PodMonitor", "NetworkPolicy"} & {manifest["kind"] for manifest in manifests} == set()
+    assert {*CUSTOM, "NetworkPolicy"} & {manifest["kind"] for manifest in manifests} == set()
     server = configuration(manifests, tmp_path).server
     assert (server.metrics, server.metrics_exposed) == ("", False)
 
@@ -154,8 +158,19 @@ def test_the_pod_monitor_scrapes_the_port_that_the_pod_has(render: Render) -> No
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
+def test_alerts_and_dashboard_are_those_of_the_files(render: Render) -> None:
+    manifests = render("gpu")
+    alerts = yaml.safe_load((CHART.parent / "prometheus/alerts.yaml").read_text())
+    assert one(manifests, "PrometheusRule")["spec"] == alerts
+    dashboard = one(manifests, "ConfigMap", "test-prefixd-dashboard")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    shown = json.loads(dashboard["data"]["prefixd.json"])
+    assert shown == json.loads((CHART.parent / "grafana/prefixd.json").read_text())
+
+
 def test_the_example_engine_reaches_its_tenant_s_socket(render: Render) -> None:
-    engine = one(render("multi-tenant", "example.enabled=true"), "Pod")["spec"]
+    manifests = render("multi-tenant", "example.enabled=true")
+    engine = one(manifests, "Pod", "test-prefixd-example-engine")["spec"]
     (container,) = engine["containers"]
     assert container["env"] == [{"name": "PREFIXD_SOCKET", "value": "/run/prefixd/chat.sock"}]
     assert engine["securityContext"]["supplementalGroups"] == [10010]

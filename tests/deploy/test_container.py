@@ -63,7 +63,7 @@ def test_the_entry_point_serves_with_the_chart_s_values_and_answers_its_probes(r
             *(f"tenants[{index}].group={os.getgid() or 1}" for index in (0, 1)),
         )
         (template,) = [m["spec"]["template"] for m in manifests if m["kind"] == "DaemonSet"]
-        (config,) = [m["data"]["prefixd.toml"] for m in manifests if m["kind"] == "ConfigMap"]
+        (config,) = [m["data"]["prefixd.toml"] for m in manifests if "prefixd.toml" in m.get("data", {})]
         (container,) = template["spec"]["containers"]
         (node / "run").mkdir()
         # A pod has an address of its own; tests stay on loopback.
