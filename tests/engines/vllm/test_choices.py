@@ -71,6 +71,7 @@ def test_a_load_that_would_take_longer_than_computing_is_not_made(side, cache) -
     asked = request()
     assert answered(side, asked) == (0, False)
     assert cache.lease.released.is_set()
+    assert side.tallies.take().data["passed_over_blocks"] == 10
 
 
 def test_a_loads_time_is_learned_from_the_workers(side) -> None:
@@ -99,4 +100,17 @@ def test_saves_and_lost_blocks_become_events(cache, monkeypatch) -> None:
     side.outcomes(StepOutcomes(saved={save.job_id: (1, 4)}), set())
     (stored,) = side.events.take()
     assert stored.block_hashes == asked.block_hashes[:4]
+    side.close()
+
+
+def test_saves_that_a_reset_drops_are_forgotten(cache) -> None:
+    side = SchedulerSide(Settings(), TOKENS, 1, cache, tell_events=True)
+    side.use_namespace("namespace")
+    cache.lease = None
+    asked = request(all_token_ids=list(range(200)), num_computed_tokens=64)
+    answered(side, asked)
+    side.finished(asked, range(4))
+    side.use_namespace("another")
+    assert side.build(scheduled()).saves == []
+    assert side.events.waiting_count == 0
     side.close()

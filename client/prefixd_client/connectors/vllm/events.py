@@ -53,6 +53,11 @@ class KvEvents:
         if self._enabled and hashes:
             self._events.append(_removed(hashes))
 
+    @property
+    def waiting_count(self) -> int:
+        """Saves that were decided and are not over."""
+        return len(self._planned)
+
     def take(self) -> list[Any]:
         """The events since the last call."""
         events, self._events = self._events, []

@@ -90,6 +90,8 @@ class SchedulerSide:
                 tracked.drop_lease()
                 tracked.saved_blocks = 0
                 tracked.namespace = spec if tracked.request.lora_request is None else None
+        for save in self._next_saves:
+            self.events.saved(save.job_id, 0)
         self._next_saves.clear()
 
     @property
@@ -261,7 +263,10 @@ class SchedulerSide:
         return blocks > 0 and blocks * self._block_tokens >= self._settings.min_load_tokens
 
     def _comes_sooner(self, blocks: int) -> bool:
-        return not self._settings.load_if_sooner or self._estimates.load_pays(blocks)
+        if not self._settings.load_if_sooner or self._estimates.load_pays(blocks):
+            return True
+        self.tallies.add(passed_over_blocks=blocks)
+        return False
 
     def _ask(self, tracked: Tracked, hashes: Sequence[bytes], skip: int) -> None:
         resolve = self._adapters.resolver(self._base, tracked.request.lora_request)

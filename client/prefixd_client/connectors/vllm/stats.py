@@ -18,6 +18,7 @@ COUNTERS = {
     "hit_blocks_hbm": "Blocks to load from GPU memory",
     "hit_blocks_dram": "Blocks to load from host memory",
     "hit_blocks_nvme": "Blocks to load from NVMe",
+    "passed_over_blocks": "Blocks found and computed all the same, as that was estimated to be sooner",
     "loaded_blocks": "Blocks loaded and verified",
     "loaded_bytes": "Bytes loaded and verified",
     "load_seconds": "Seconds that loads took",
