@@ -57,6 +57,16 @@ async def test_stats_balance_as_json_and_read_as_a_table(operator: Operator) -> 
     assert "DRAM" in table
 
 
+async def test_stats_of_every_tier_read_as_json_and_as_a_table(tmp_path: Path) -> None:
+    settings = {"data_dir": str(tmp_path), "nvme__size": "32MiB", "nvme__segment": "2MiB"}
+    async with running_daemon(**settings) as daemon:
+        socket = daemon.config.socket_path
+        tiers = (await prefixd_json(socket, "stats"))["tiers"]
+        assert {tier["tier"] for tier in tiers} == {"DRAM", "NVME"}
+        text = (await run_prefixd(socket, "stats")).output
+        assert "NVME" in text
+
+
 async def test_leases_tell_who_holds_what(operator: Operator) -> None:
     (lease,) = (await operator.json("leases"))["leases"]
     assert (lease["instance_id"], lease["kind"], lease["slot_count"]) == ("engine", "READ", 3)

@@ -37,3 +37,8 @@ def test_every_field_is_there_also_when_unset() -> None:
 
 def test_an_enum_value_of_a_newer_version_is_shown_as_its_number() -> None:
     assert plain(wire.TierStats(tier=77))["tier"] == "77"  # type: ignore[arg-type]  # from a newer daemon
+
+
+def test_maps_are_dicts() -> None:
+    tier = wire.TierStats(fault_counts={"slow": 2, "io_error": 1})
+    assert plain(tier)["fault_counts"] == {"io_error": 1, "slow": 2}

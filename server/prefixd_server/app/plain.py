@@ -13,7 +13,8 @@ def plain(message: Message) -> Any:
     """A dict of every field, in the order of the proto, unset ones included.
 
     bytes become hex, Duration becomes seconds (float), Timestamp becomes ISO
-    8601, enums become their names without the type's prefix, uint64 stays a number.
+    8601, enums become their names without the type's prefix, maps become dicts,
+    uint64 stays a number.
     """
     if isinstance(message, Duration):
         return message.seconds + message.nanos / 1e9
@@ -24,6 +25,9 @@ def plain(message: Message) -> Any:
 
 def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        inner = field.message_type.fields_by_name["value"]
+        return {str(key): _one(value[key], inner) for key in sorted(value)}
     if field.is_repeated:
         return [_one(item, field) for item in value]
     if field.message_type is not None and not message.HasField(field.name):

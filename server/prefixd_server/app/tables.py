@@ -39,7 +39,8 @@ def stats(answer: wire.GetStatsResponse) -> None:
         }
     )
     table = _table(
-        "tier", "capacity", "assigned", "pre-faulted", "slots", "free", "reserved", "resident", "quarantined"
+        *("tier", "state", "capacity", "assigned", "pre-faulted"),
+        *("slots", "free", "reserved", "resident", "quarantined"),
     )
     for tier in answer.tiers:
         counts = (
@@ -50,8 +51,19 @@ def stats(answer: wire.GetStatsResponse) -> None:
             tier.quarantined_slot_count,
         )
         sizes = (tier.capacity_bytes, tier.assigned_bytes, tier.prefaulted_bytes)
-        table.add_row(plain(tier)["tier"], *map(human_size, sizes), *(f"{count:,}" for count in counts))
+        table.add_row(
+            *(plain(tier)["tier"], tier.state),
+            *map(human_size, sizes),
+            *(f"{count:,}" for count in counts),
+        )
     _console().print(table)
+    for tier in answer.tiers:
+        name = plain(tier)["tier"]
+        if tier.state_reason:
+            _console().print(f"{name} is {tier.state}: {tier.state_reason}", markup=False)
+        faults = [f"{count:,} {kind}" for kind, count in sorted(tier.fault_counts.items()) if count]
+        if faults:
+            _console().print(f"{name} faults: {', '.join(faults)}", markup=False)
 
 
 def leases(answer: wire.ListLeasesResponse) -> None:
