@@ -13,33 +13,23 @@ Not here: replaying (replay.py), statistics of a trace (shape.py).
 from __future__ import annotations
 
 import importlib
-import io
-import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.types import HASH_WORDS, Hashes, StopReason
-
-WINDOW_BYTES_MAX = 2**31
-_STOPS = {
-    "": StopReason.UNKNOWN,
-    "tool_use": StopReason.TOOL_USE,
-    "tool_calls": StopReason.TOOL_USE,
-    "end_turn": StopReason.END_TURN,
-    "stop": StopReason.END_TURN,
-    "max_tokens": StopReason.LENGTH,
-    "length": StopReason.LENGTH,
-}
-
-Tokenizer = Callable[[str], list[int]]
-"""Text to token ids."""
+from prefixd_server.simulate.trace_lines import (
+    PromptReader,
+    Reader,
+    Request,
+    Tokenizer,
+    TraceReader,
+    records,
+    utf8,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,100 +97,64 @@ def read_trace(path: Path, tokenizer: Tokenizer | None = None, block_tokens: int
     Raises:
         ConfigError: TRACE_UNREADABLE, TRACE_EMPTY, TRACE_WITHOUT_HASHES; names the file and the remedy.
     """
-    records = list(_records(path))
-    if not records:
+    reader: Reader | None = None
+    requests: list[Request] = []
+    for line, record in records(path):
+        try:
+            if reader is None:
+                if "prompt" in record:
+                    reader = PromptReader(tokenizer or utf8, block_tokens)
+                else:
+                    reader = TraceReader(int(record["block_tokens"]))
+            requests.append(reader.read(record, len(requests)))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                "TRACE_UNREADABLE", f"{path}:{line}: a field is missing or wrong: {error!r}", file=path
+            ) from error
+    if reader is None:
         raise ConfigError("TRACE_EMPTY", f"{path} holds no requests", file=path)
-    try:
-        if "prompt" in records[0]:
-            return _from_prompts(path, records, tokenizer or _utf8, block_tokens)
-        return _from_trace(path, records)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            "TRACE_UNREADABLE", f"{path}: a field is missing or wrong: {error!r}", file=path
-        ) from error
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    number = 0
-    try:
-        with path.open("rb") as file:
-            packed = file.read(4) == b"\x28\xb5\x2f\xfd"
-            file.seek(0)
-            lines = io.TextIOWrapper(_unpacked(file) if packed else file, encoding="utf-8")
-            for line in lines:
-                number += 1
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ConfigError(
-                        "TRACE_UNREADABLE", f"{path}:{number}: a line is not an object", file=path
-                    )
-                yield record
-    except (OSError, ValueError, zstandard.ZstdError) as error:
-        raise ConfigError("TRACE_UNREADABLE", f"{path}:{number + 1}: {error}", file=path) from error
-
-
-def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
-    unpacker = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
-    return io.BufferedReader(cast("io.RawIOBase", unpacker.stream_reader(file)))
-
-
-def _from_trace(path: Path, records: list[dict[str, Any]]) -> Trace:
-    if not any(record["hash_ids"] for record in records):
+    if isinstance(reader, TraceReader) and not any(len(request.ids) for request in requests):
         raise ConfigError(
             "TRACE_WITHOUT_HASHES", f"{path} has no block hashes: reuse cannot be judged from it", file=path
         )
-    records.sort(key=lambda record: record["timestamp_ms"])
-    ids = [np.asarray(record["hash_ids"], dtype=np.int64) for record in records]
-    times = np.array([record["timestamp_ms"] for record in records], dtype=np.float64) / 1e3
-    return _build(path, int(records[0]["block_tokens"]), times, records, ids)
+    return _build(path, reader.block_tokens, requests)
 
 
-def _from_prompts(path: Path, records: list[dict[str, Any]], tokenize: Tokenizer, block_tokens: int) -> Trace:
-    times = []
-    for position, record in enumerate(records):
-        seconds = record.get("timestamp")
-        times.append(record.get("timestamp_ms", 1e3 * position) / 1e3 if seconds is None else float(seconds))
-    order = sorted(range(len(records)), key=times.__getitem__)
-    known: dict[tuple[int, tuple[int, ...]], int] = {}
-    ids, shaped = [], []
-    for position in order:
-        record = records[position]
-        tokens = tokenize(record["prompt"])
-        run, above = [], -1
-        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            above = known.setdefault((above, tuple(tokens[start : start + block_tokens])), len(known))
-            run.append(above)
-        ids.append(np.array(run, dtype=np.int64))
-        output = record.get("output_length")
-        if output is None:
-            output = len(tokenize(record.get("output", "")))
-        shaped.append(record | {"input_length": len(tokens), "output_length": output})
-    return _build(path, block_tokens, np.array(times, dtype=np.float64)[order], shaped, ids)
-
-
-def _build(
-    path: Path,
-    block_tokens: int,
-    times: NDArray[np.float64],
-    records: list[dict[str, Any]],
-    ids: list[NDArray[np.int64]],
-) -> Trace:
-    lengths = np.array([len(run) for run in ids], dtype=np.int64)
-    known, dense = np.unique(np.concatenate(ids), return_inverse=True)
-    stops = tuple(_STOPS.get(record.get("stop") or "", StopReason.UNKNOWN) for record in records)
+def _build(path: Path, block_tokens: int, requests: list[Request]) -> Trace:
+    requests = sorted(requests, key=lambda request: request.time_s)
+    times = np.array([request.time_s for request in requests], dtype=np.float64)
+    lengths = np.array([len(request.ids) for request in requests], dtype=np.int64)
+    known, dense = np.unique(np.concatenate([request.ids for request in requests]), return_inverse=True)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    _check_parents(path, known, dense, starts)
     return Trace(
         name=path.name.removesuffix(".zst").removesuffix(".jsonl"),
         block_tokens=block_tokens,
         arrival_s=times - times[0],
-        input_tokens=np.array([record["input_length"] for record in records], dtype=np.int64),
-        output_tokens=np.array([record["output_length"] for record in records], dtype=np.int64),
-        stops=stops,
+        input_tokens=np.array([request.input_tokens for request in requests], dtype=np.int64),
+        output_tokens=np.array([request.output_tokens for request in requests], dtype=np.int64),
+        stops=tuple(request.stop for request in requests),
         ids=dense.astype(np.int32),
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        starts=starts,
         block_count=len(known),
     )
+
+
+def _check_parents(
+    path: Path, known: NDArray[np.int64], ids: NDArray[np.intp], starts: NDArray[np.int64]
+) -> None:
+    """An id stands for its whole prefix, so whatever comes before it is always the same."""
+    above = np.concatenate([[-1], ids])[: len(ids)]
+    above[starts[:-1][np.diff(starts) > 0]] = -1
+    parent = np.full(len(known), -1, dtype=np.intp)
+    parent[ids] = above
+    wrong = np.flatnonzero(parent[ids] != above)
+    if len(wrong):
+        raise ConfigError(
+            "TRACE_UNREADABLE",
+            f"{path}: id {known[ids[wrong[0]]]} follows different blocks; an id names a whole prefix",
+            file=path,
+        )
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -224,10 +178,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ids
 
     return encode
-
-
-def _utf8(text: str) -> list[int]:
-    return list(text.encode())
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
