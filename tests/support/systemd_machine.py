@@ -12,6 +12,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,13 @@ TARGETS = (
     *("slices", "sockets", "sysinit", "timers", "umount"),
 )
 START_TIMEOUT_S = 60.0
+PROBE = """\
+mount --make-rprivate /
+mkdir "$1/upper" "$1/work"
+mount -t overlay overlay -o "lowerdir=/etc,upperdir=$1/upper,workdir=$1/work" /etc
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+"""
+"""What systemd_machine.sh needs of the kernel and of the directory for scratch."""
 COMMAND = """\
 #!/bin/sh
 export PYTHONHOME=/opt/python LD_LIBRARY_PATH=/opt/python/lib PYTHONDONTWRITEBYTECODE=1
@@ -142,10 +150,16 @@ def why_not() -> str:
     missing = [name for name in ("unshare", "nsenter", "systemctl") if shutil.which(name) is None]
     if missing or not Path("/lib/systemd/systemd").exists():
         return f"systemd or {missing} is not installed (Debian: systemd, util-linux)"
-    if not _cgroup2().is_dir():
-        return "there is no cgroup2 mount"
-    probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "--cgroup", "true"], check=False)
-    return "" if probe.returncode == 0 else "this machine allows no namespaces"
+    if not os.access(_cgroup2(), os.W_OK):
+        return "there is no cgroup2 mount that can be written"
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = subprocess.run(
+            ["unshare", "--mount", "--pid", "--fork", "--cgroup", "sh", "-ec", PROBE, "sh", scratch],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return "" if probe.returncode == 0 else f"this machine allows no such namespaces: {probe.stderr.strip()}"
 
 
 def needs_systemd() -> pytest.MarkDecorator:
