@@ -59,9 +59,10 @@ BOOT_ID_BYTES = 16
 HBM_MOVER_COUNT = 2
 """One in each direction keeps the link busy; they wait, and copy nothing themselves."""
 INDEX_SHARE = 1 / 32
-"""Of the NVMe tier's size, kept for index records: the cap holds with it."""
-INDEX_BYTES = 16 << 20
-"""Kept for the index whatever it holds: its logs, and tables on their way to disk."""
+INDEX_BYTES_MIN = 16 << 20
+"""Disk space kept for the index, the sum of both, of the NVMe tier's size: the cap holds with it."""
+INDEX_LOG_BYTES = 10 << 20
+"""Of that, for its logs and for tables on their way to disk."""
 RECORD_DISK_BYTES = 512
 """Most disk space of one record: twice its size and more, for a table is there until its successor is."""
 BUDGET_NAME = "WRITTEN"
@@ -196,7 +197,7 @@ def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, sea
     files = seams.files or RealFiles()
     path = medium.index_directory.with_name(BUDGET_NAME)
     budget = WriteBudget(config.nvme.write_budget_bytes, state.clock, files, path, state.disk)
-    block_count_max = int(config.nvme.size_bytes * INDEX_SHARE) // RECORD_DISK_BYTES
+    block_count_max = (_index_bytes(config.nvme.size_bytes) - INDEX_LOG_BYTES) // RECORD_DISK_BYTES
     return NvmeTier(state, room, medium, index, budget, health, block_count_max)
 
 
@@ -228,9 +229,14 @@ def _open_nvme(config: Config, clock: Clock, files: Files | None) -> NvmeMedium 
     if not directories:
         return None
     size, segment = config.nvme.size_bytes, config.nvme.segment_bytes
-    count = (size - INDEX_BYTES - int(size * INDEX_SHARE)) // file_bytes(segment)
+    count = (size - _index_bytes(size)) // file_bytes(segment)
     if count < 1:
         raise config.error("nvme.size", format_size(size), "leaves no room for one segment beside the index")
     for directory in directories:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return NvmeMedium(directories, count, segment, files, clock)
+
+
+def _index_bytes(size_bytes: int) -> int:
+    """Disk space kept for the index of a tier of this size."""
+    return INDEX_BYTES_MIN + int(size_bytes * INDEX_SHARE)
