@@ -151,13 +151,13 @@ class Cache:
         # What ended one before its time, raise_if_broken() tells.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.migration.hurry()
-        if self.storage is not None:
-            await self.storage.close()
+        arrived = self.storage is None or await self.storage.close()
         if self.hbm is not None:
             await self.hbm.close()
         await self.state.movers.drain()
         self.state.movers.close()
-        self.state.dram.close()
+        if arrived:
+            self.state.dram.close()
 
     def raise_if_broken(self) -> None:
         """Raises what ended a background task, if one has ended: none ever should."""

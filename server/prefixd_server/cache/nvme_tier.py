@@ -68,7 +68,9 @@ class NvmeTier:
         self._block_count_max = block_count_max
         """Records that the disk space kept for the index is enough for."""
         self._recorded: set[tuple[str, bytes, int]] = set()
-        """Namespaces whose record is durable."""
+        """Namespaces whose record is durable: the present index process has it from us."""
+        self._recorded_by = 0
+        """How often the index had been started again by then."""
         self._disowned: list[tuple[Keys, Slots]] = []
         self._departing = asyncio.Lock()
         self.written_bytes = 0
@@ -145,6 +147,10 @@ class NvmeTier:
         ref = namespace.ref
         name = (namespace.tenant, ref.fingerprint, ref.epoch)
         owners = []
+        if self.index.counters.restarts != self._recorded_by:
+            # What opened the database again may have found an empty one.
+            self._recorded.clear()
+            self._recorded_by = self.index.counters.restarts
         if name not in self._recorded:
             owners = [
                 NamespaceRecord(

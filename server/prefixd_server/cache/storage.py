@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
+
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.epochs import Epochs
@@ -12,6 +14,8 @@ from prefixd_server.cache.recovery import Recovery
 from prefixd_server.cache.scheduler import Scheduler
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
+
+log = structlog.get_logger(__name__)
 
 
 class Storage:
@@ -35,10 +39,22 @@ class Storage:
             return
         await asyncio.gather(self.nvme.run(), self.nvme.health.run(), self.scheduler.run())
 
-    async def close(self) -> None:
-        """Lets what is under way arrive, then closes index and files: no mover may write to a closed one."""
-        await self.transfers.drain()
+    async def close(self) -> bool:
+        """Lets what is under way arrive, then closes index and files: no mover may write to a closed one.
+
+        Returns:
+            Whether all of it arrived. A disk that hangs is left as it is, and so must be the memory
+            that it writes to: the end of the process takes both.
+        """
         disk = self._state.movers_of(Tier.NVME)
-        await disk.drain()
+        try:
+            async with asyncio.timeout(self._state.drain_timeout_s):
+                await self.transfers.drain()
+                await disk.drain()
+        except TimeoutError:
+            log.warning("the NVMe disk hangs and is left as it is", waited_s=self._state.drain_timeout_s)
+            await self.nvme.index.close()
+            return False
         disk.close()
         await self.nvme.close()
+        return True
