@@ -20,9 +20,10 @@ def scribble(
         assert lease is not None, "nothing of the run is kept"
         with lease:
             size = spec.kv_groups[0].block_bytes
+            extents = lease._extents[shard, 0]
             slots = [
                 span.address + index * span.stride_bytes
-                for span in lease._spans(lease._extents[shard, 0], 0, lease.block_count, size)
+                for span, _ in lease._spans(extents, 0, lease.block_count, size, lease._way((), 0))
                 for index in range(span.block_count)
             ]
             for block in blocks:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from prefixd_client.namespace import KvGroup, NamespaceSpec
+from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 
 ROOT = Path(__file__).parents[2]
 MODULE = "prefixd_client.connectors.vllm"
@@ -126,8 +126,10 @@ class EngineProcess:
     def identity(self, tokens: list[int]) -> tuple[NamespaceSpec, list[bytes]]:
         """The engine's namespace, and a prompt's prefix hashes."""
         told = self.ask("identity", prompt=tokens)
-        groups = tuple(KvGroup(**group) for group in told["namespace"].pop("kv_groups"))
-        spec = NamespaceSpec(**told["namespace"], kv_groups=groups)
+        fields = told["namespace"]
+        fields["kv_groups"] = tuple(KvGroup(**group) for group in fields["kv_groups"])
+        fields["checksum_algorithm"] = ChecksumAlgorithm(fields["checksum_algorithm"])
+        spec = NamespaceSpec(**fields)
         return spec, [bytes.fromhex(key) for key in told["hashes"]]
 
     @property
