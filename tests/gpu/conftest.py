@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,15 @@ def careless(own_machine: FakeCuda) -> FakeCuda:
     own_machine.heal()
     own_machine.forget()
     return own_machine
+
+
+@pytest.fixture
+def far_machine(tmp_path: Path) -> Iterator[FakeCuda]:
+    """A machine of the test's own; no process breaks a rule of the driver."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    if IS_REAL or not fake_cuda.has_compiler():
+        pytest.skip("needs the stand-in driver")
+    made = FakeCuda(tmp_path / "cuda", 1, 64 * MIB)
+    yield made
+    assert made.violations == []
+    assert made.in_use_bytes() == 0

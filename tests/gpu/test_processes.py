@@ -10,9 +10,7 @@ import pytest
 from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import types_pb2
 
-from tests.gpu.conftest import IS_REAL
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
-from tests.support import fake_cuda
 from tests.support.daemon import DaemonProcess
 from tests.support.engine_process import EngineProcess, Observer
 from tests.support.fake_cuda import MIB, FakeCuda
@@ -20,18 +18,6 @@ from tests.support.wire import short_directory
 
 RUN = {"name": "n", "run": "shared", "count": 8}
 BLOCK = 65_536
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[FakeCuda]:
-    """A machine of the test's own; no process breaks a rule of the driver."""
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    if IS_REAL or not fake_cuda.has_compiler():
-        pytest.skip("needs the stand-in driver")
-    made = FakeCuda(tmp_path / "cuda", 1, 64 * MIB)
-    yield made
-    assert made.violations == []
-    assert made.in_use_bytes() == 0
 
 
 @pytest.fixture
@@ -57,8 +43,8 @@ def opened(engine: Any) -> Any:
 
 
 @pytest.fixture
-def daemon(socket: Path, machine: FakeCuda) -> Iterator[DaemonProcess]:
-    with device_daemon(socket, machine) as started:
+def daemon(socket: Path, far_machine: FakeCuda) -> Iterator[DaemonProcess]:
+    with device_daemon(socket, far_machine) as started:
         yield started
 
 
@@ -71,21 +57,21 @@ def observer(daemon: DaemonProcess) -> Iterator[Observer]:
             assert watching.problems() == []
 
 
-def test_engines_share_a_run_in_hbm(socket: Path, machine: FakeCuda, observer: Observer) -> None:
-    with DeviceProcess(socket, machine) as writer, DeviceProcess(socket, machine) as reader:
+def test_engines_share_a_run_in_hbm(socket: Path, far_machine: FakeCuda, observer: Observer) -> None:
+    with DeviceProcess(socket, far_machine) as writer, DeviceProcess(socket, far_machine) as reader:
         assert opened(writer).ask("put_there", **RUN) == 8
         assert opened(reader).ask("tiers", **RUN) == [["HBM", 8]]
         for _ in range(3):
             assert reader.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
         assert reader.ask("load_to_device", **RUN) == {"good": 8, "true": 8}
-        assert machine.opened_count == 2, "a process opens a segment once"
+        assert far_machine.opened_count == 2, "a process opens a segment once"
     assert hbm(observer).resident_slot_count == 8
 
 
 def test_what_engines_share_is_promoted_and_loads_by_way_of_hbm(
-    socket: Path, machine: FakeCuda, observer: Observer
+    socket: Path, far_machine: FakeCuda, observer: Observer
 ) -> None:
-    with DeviceProcess(socket, machine) as one, DeviceProcess(socket, machine) as two:
+    with DeviceProcess(socket, far_machine) as one, DeviceProcess(socket, far_machine) as two:
         opened(one).ask("put", **RUN)
         opened(two)
         one.ask("acquire", **RUN)
@@ -99,34 +85,36 @@ def test_what_engines_share_is_promoted_and_loads_by_way_of_hbm(
 
 
 def test_an_engine_without_the_device_reads_the_same_run_from_dram(
-    socket: Path, machine: FakeCuda, observer: Observer
+    socket: Path, far_machine: FakeCuda, observer: Observer
 ) -> None:
-    with DeviceProcess(socket, machine) as writer, EngineProcess(socket) as other:
+    with DeviceProcess(socket, far_machine) as writer, EngineProcess(socket) as other:
         opened(writer).ask("put_there", **RUN)
         opened(other).ask("get", **RUN)
         observer.wait(observer.slots, lambda tier: tier.resident_slot_count == 8, "the run is brought down")
         assert other.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
 
 
-def test_a_crashed_engine_leaves_nothing_behind(socket: Path, machine: FakeCuda, observer: Observer) -> None:
-    with DeviceProcess(socket, machine) as writer:
+def test_a_crashed_engine_leaves_nothing_behind(
+    socket: Path, far_machine: FakeCuda, observer: Observer
+) -> None:
+    with DeviceProcess(socket, far_machine) as writer:
         opened(writer).ask("put_there", **RUN)
-        before = machine.in_use_bytes()
-        with DeviceProcess(socket, machine) as victim:
+        before = far_machine.in_use_bytes()
+        with DeviceProcess(socket, far_machine) as victim:
             opened(victim).ask("get", **RUN)
             victim.ask("acquire", **RUN)
             victim.ask("reserve", name="n", run="never written", count=4)
             victim.kill()
         observer.wait(observer.leases, lambda leases: leases == [], "no lease is left")
-        assert machine.in_use_bytes() == before
+        assert far_machine.in_use_bytes() == before
         assert hbm(observer).quarantined_slot_count == 0
         assert writer.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
 
 
 def test_a_stopped_engines_slots_wait_for_its_death(
-    socket: Path, machine: FakeCuda, observer: Observer
+    socket: Path, far_machine: FakeCuda, observer: Observer
 ) -> None:
-    with DeviceProcess(socket, machine) as victim:
+    with DeviceProcess(socket, far_machine) as victim:
         opened(victim).ask("put_there", **RUN)
         assert victim.ask("get", **RUN)["true"] == 8
         victim.stop()
@@ -135,14 +123,14 @@ def test_a_stopped_engines_slots_wait_for_its_death(
     assert hbm(observer).resident_slot_count == 8
 
 
-def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, machine: FakeCuda) -> None:
-    machine.set_capacity(TIER_BYTES + 4 * MIB)
+def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, far_machine: FakeCuda) -> None:
+    far_machine.set_capacity(TIER_BYTES + 4 * MIB)
     with (
-        DeviceProcess(socket, machine) as one,
-        DeviceProcess(socket, machine) as two,
+        DeviceProcess(socket, far_machine) as one,
+        DeviceProcess(socket, far_machine) as two,
         Observer(socket) as seen,
     ):
-        with device_daemon(socket, machine) as first:
+        with device_daemon(socket, far_machine) as first:
             wait_for_all_memory(seen)
             boot = opened(one).ask("status")["boot"]
             one.ask("wait_state", state="connected")
@@ -150,7 +138,7 @@ def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, machine: FakeCu
             assert opened(two).ask("get", **RUN)["true"] == 8
             one.ask("acquire", **RUN)
             first.kill()
-        with device_daemon(socket, machine):
+        with device_daemon(socket, far_machine):
             wait_for_all_memory(seen)
             one.ask("wait_state", state="connected", not_boot=boot)
             assert one.ask("put_there", **RUN) == 8
@@ -159,10 +147,10 @@ def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, machine: FakeCu
             assert two.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
 
 
-def test_a_stopped_daemon_gives_its_memory_back(socket: Path, machine: FakeCuda) -> None:
-    with device_daemon(socket, machine) as daemon, Observer(socket) as seen:
+def test_a_stopped_daemon_gives_its_memory_back(socket: Path, far_machine: FakeCuda) -> None:
+    with device_daemon(socket, far_machine) as daemon, Observer(socket) as seen:
         wait_for_all_memory(seen)
-        with DeviceProcess(socket, machine) as engine:
+        with DeviceProcess(socket, far_machine) as engine:
             opened(engine).ask("put_there", **RUN)
             engine.ask("get", **RUN)
             daemon.process.terminate()
@@ -171,13 +159,13 @@ def test_a_stopped_daemon_gives_its_memory_back(socket: Path, machine: FakeCuda)
 
 
 def test_a_lost_device_is_a_miss_and_engines_go_on(
-    socket: Path, machine: FakeCuda, observer: Observer
+    socket: Path, far_machine: FakeCuda, observer: Observer
 ) -> None:
-    with DeviceProcess(socket, machine) as one, DeviceProcess(socket, machine) as two:
+    with DeviceProcess(socket, far_machine) as one, DeviceProcess(socket, far_machine) as two:
         opened(one).ask("put", name="n", run="in dram", count=4)
         one.ask("put_there", **RUN)
         opened(two)
-        machine.lose(0)
+        far_machine.lose(0)
         assert two.ask("get", **RUN)["good"] == 0
         for engine in (one, two):
             engine.ask("acquire", name="n", run="in dram", count=4)
@@ -186,16 +174,20 @@ def test_a_lost_device_is_a_miss_and_engines_go_on(
         for engine in (one, two):
             assert engine.ask("get", name="n", run="in dram", count=4)["true"] == 4
             assert engine.ask("put", name="n", run=f"after {engine.instance_id}", count=4)["visible"] == 4
-        machine.heal()
+        far_machine.heal()
 
 
-def test_a_device_without_room_leaves_dram_to_serve(socket: Path, machine: FakeCuda) -> None:
-    machine.set_capacity(2 * MIB)
-    with device_daemon(socket, machine), Observer(socket) as seen, DeviceProcess(socket, machine) as engine:
+def test_a_device_without_room_leaves_dram_to_serve(socket: Path, far_machine: FakeCuda) -> None:
+    far_machine.set_capacity(2 * MIB)
+    with (
+        device_daemon(socket, far_machine),
+        Observer(socket) as seen,
+        DeviceProcess(socket, far_machine) as engine,
+    ):
         seen.wait(lambda: hbm(seen), lambda tier: "OUT_OF_MEMORY" in tier.state_reason, "there is no room")
         assert opened(engine).ask("put_there", **RUN) == 8
         assert engine.ask("tiers", **RUN) == [["DRAM", 8]]
-        machine.heal()
+        far_machine.heal()
         wait_for_all_memory(seen)
         assert engine.ask("put_there", name="n", run="now there is", count=8) == 8
         assert engine.ask("tiers", name="n", run="now there is", count=8) == [["HBM", 8]]

@@ -1,6 +1,6 @@
 """An engine process of its own: answers one prompt and prints what it hit and what it computed.
 
-python -m tests.support.transformers_process SOCKET MODEL_DIRECTORY TOKEN_COUNT
+python -m tests.support.transformers_process SOCKET MODEL_DIRECTORY TOKEN_COUNT [DEVICE_UUID]
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def digest(prefill: Prefill) -> str:
 
 def main() -> None:
     """See the module."""
-    socket, directory, token_count = sys.argv[1:]
-    patient = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0)
+    socket, directory, token_count, *device = sys.argv[1:]
+    patient = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0, device_uuid="".join(device))
     with Client(socket, engine_name="transformers", options=patient) as client:
         model = PrefixCachedModel.from_pretrained(
             directory, client, dtype=torch.float32, block_tokens=BLOCK_TOKENS
