@@ -133,6 +133,12 @@ async def test_mode_shows_and_switches_the_policy(operator: Operator) -> None:
     assert (await operator.json("mode"))["policy"] == "importance"
     assert (await operator.json("mode", "--policy", "lru"))["policy"] == "lru"
     assert "lru" in (await operator.run("mode")).output
+    switched = await operator.json("mode", "--conservative", "on")
+    assert (switched["conservative"], switched["conservative_on"]) == ("on", True)
+    assert (await operator.json("stats"))["traffic"]["conservative"] is True
+    assert (await operator.json("mode", "--conservative", "auto"))["conservative_on"] is False
+    unknown = await operator.run("mode", "--conservative", "maybe")
+    assert "[CONSERVATIVE_UNKNOWN]" in unknown.output
     refused = await operator.run("mode", "--policy", "fifo")
     assert refused.exit_code == Exit.FAILED
     assert "fifo" in refused.output

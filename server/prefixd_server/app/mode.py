@@ -14,7 +14,11 @@ from prefixd_server.app.operate import common_options, connected
 @click.command()
 @common_options
 @click.option("--policy", default="", help='The policy that chooses from now on: "importance" or "lru".')
-def mode(socket: Path | None, as_json: bool, timeout: float, policy: str) -> None:
+@click.option(
+    "--conservative", default="", help='Only demand and needed evictions go on: "auto", "on" or "off".'
+)
+def mode(socket: Path | None, as_json: bool, timeout: float, policy: str, conservative: str) -> None:
     """Show how the daemon decides; with options, switch it until the next start."""
     with connected(socket, timeout, as_json) as operator:
-        operator.show(operator.call("SetMode", wire.SetModeRequest(policy=policy)), tables.fields)
+        request = wire.SetModeRequest(policy=policy, conservative=conservative)
+        operator.show(operator.call("SetMode", request), tables.fields)

@@ -64,6 +64,25 @@ def stats(answer: wire.GetStatsResponse) -> None:
         faults = [f"{count:,} {kind}" for kind, count in sorted(tier.fault_counts.items()) if count]
         if faults:
             _console().print(f"{name} faults: {', '.join(faults)}", markup=False)
+    _traffic(answer.traffic)
+
+
+def _traffic(traffic: wire.Traffic) -> None:
+    """What moves between the tiers, and how it is governed."""
+    table = _table("link", "demand", "prefetch", "demotion", "background may take", "demand under way")
+    for link in traffic.links:
+        sizes = (link.demand_bytes, link.prefetch_bytes, link.demotion_bytes)
+        table.add_row(
+            link.name, *map(human_size, sizes), f"{link.background_share:.0%}", f"{link.demand_share:.0%}"
+        )
+    if traffic.links:
+        _console().print(table)
+    moved = [f"{total.block_count:,} {total.reason}" for total in traffic.transfers if total.block_count]
+    if moved:
+        _console().print(f"transferred blocks: {', '.join(moved)}", markup=False)
+    if traffic.conservative:
+        why = traffic.conservative_reason
+        _console().print(f"conservative mode is on: {why}; background copies rest", markup=False)
 
 
 def leases(answer: wire.ListLeasesResponse) -> None:

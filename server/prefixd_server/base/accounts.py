@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prefixd_server.base.traffic import Traffic
 from prefixd_server.base.types import LeaseKind, NamespaceRef, NamespaceSpec, Tier
 
 
@@ -178,3 +179,5 @@ class Stats:
     block_count: int
     draining: bool
     uptime_s: float
+    traffic: Traffic = field(default_factory=Traffic)
+    """Between the tiers of the whole node; of it a tenant is told the mode alone."""

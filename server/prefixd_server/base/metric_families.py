@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prefixd_server.base.accounts import Stats, TierStats
+from prefixd_server.base.traffic import LinkStats
 from prefixd_server.base.types import Tier
 
 SLOT_STATES = ("free", "reserved", "resident", "quarantined")
@@ -95,6 +96,36 @@ def _faults(scrape: Scrape) -> Values:
             yield (tier.tier.name.lower(), kind), count
 
 
+def _link_bytes(scrape: Scrape) -> Values:
+    for link in scrape.node.traffic.links:
+        yield (link.name, "demand"), link.demand_bytes
+        yield (link.name, "prefetch"), link.prefetch_bytes
+        yield (link.name, "demotion"), link.demotion_bytes
+
+
+def _link(name: str, about: str, read: Callable[[LinkStats], float]) -> Family:
+    """A gauge of each link."""
+    return Family(
+        name,
+        GaugeMetricFamily,
+        ("link",),
+        about,
+        lambda scrape: (((link.name,), read(link)) for link in scrape.node.traffic.links),
+    )
+
+
+def _transfers(scrape: Scrape) -> Values:
+    for reason, count in scrape.node.traffic.transfers.items():
+        yield (reason.value,), count.block_count
+
+
+def _prefetched(scrape: Scrape) -> Values:
+    prefetch = scrape.node.traffic.prefetch
+    yield ("brought",), prefetch.brought_bytes
+    yield ("used",), prefetch.used_bytes
+    yield ("useless",), prefetch.useless_bytes
+
+
 FAMILIES: tuple[Family, ...] = (
     _node("prefixd_leases", "Live leases.", lambda node: node.lease_count),
     _node("prefixd_sessions", "Open sessions of engine processes.", lambda node: node.session_count),
@@ -123,6 +154,48 @@ FAMILIES: tuple[Family, ...] = (
         ("tier", "kind"),
         "Damage found and faults met; docs/nvme.md explains each kind.",
         _faults,
+    ),
+    Family(
+        "prefixd_link_bytes",
+        CounterMetricFamily,
+        ("link", "urgency"),
+        "Bytes copied between tiers, by what they were for: demand, prefetch or demotion.",
+        _link_bytes,
+    ),
+    _link(
+        "prefixd_link_background_share",
+        "Part of the link's rate that background work may take now.",
+        lambda link: link.background_share,
+    ),
+    _link(
+        "prefixd_link_demand_share",
+        "Part of the last second in which demand was under way.",
+        lambda link: link.demand_share,
+    ),
+    Family(
+        "prefixd_transferred_blocks",
+        CounterMetricFamily,
+        ("reason",),
+        "Blocks copied between tiers, by why.",
+        _transfers,
+    ),
+    Family(
+        "prefixd_prefetch_bytes",
+        CounterMetricFamily,
+        ("fate",),
+        "Bytes brought by prefetches, of these used by an engine, and let go before anybody asked.",
+        _prefetched,
+    ),
+    _node("prefixd_prefetches", "Prefetches that wait or hold.", lambda node: node.traffic.prefetch_count),
+    _node(
+        "prefixd_conservative",
+        "1 while only demand and needed evictions go on.",
+        lambda node: float(node.traffic.conservative),
+    ),
+    _node(
+        "prefixd_quiet_seconds",
+        "Until the last announced quiet period ends.",
+        lambda node: node.traffic.quiet_s,
     ),
     Family("prefixd_block_hits", CounterMetricFamily, ("tenant", "tier"), "Blocks that hit.", _hits),
     _tenant(

@@ -62,3 +62,11 @@ class Traffic:
     """Until the last announced quiet period ends."""
     decode_p99_s: float | None = None
     """As engines reported it in the last second."""
+
+    def mode_alone(self) -> Traffic:
+        """How the daemon decides, without what moves."""
+        return Traffic(
+            conservative=self.conservative,
+            conservative_setting=self.conservative_setting,
+            conservative_reason=self.conservative_reason,
+        )

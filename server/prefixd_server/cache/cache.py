@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
+from prefixd_server.base.accounts import Stats
 from prefixd_server.base.errors import InvalidRequest
 from prefixd_server.base.types import NamespaceRef, NamespaceSpec
 from prefixd_server.cache.administration import Administration
 from prefixd_server.cache.companions import Companions
+from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
@@ -96,7 +99,7 @@ class Cache:
         self.list_leases = administration.list_leases
         self.list_namespaces = administration.list_namespaces
         self.drop_namespace = administration.drop_namespace
-        self.stats = administration.stats
+        self._administration = administration
 
     # -- namespaces ----------------------------------------------------------------------------
 
@@ -128,6 +131,30 @@ class Cache:
                 value=name,
             )
         self.state.policy = policy
+
+    def set_conservative(self, word: str) -> None:
+        """Conservative mode "auto", "on" or "off" from now on. Raises InvalidRequest CONSERVATIVE_UNKNOWN."""
+        known = [setting.value for setting in Setting]
+        if word not in known:
+            raise InvalidRequest(
+                "CONSERVATIVE_UNKNOWN",
+                f"conservative = {word}: must be one of {', '.join(known)}",
+                field="conservative",
+                value=word,
+            )
+        self.migration.set_conservative(Setting(word))
+
+    def stats(self, tenant: str | None) -> Stats:
+        """Of one tenant, or of all (None). Tiers are the whole node's, and so is traffic, of which a tenant is
+        told the mode alone: what moves is also others' doing.
+        """
+        traffic = self.migration.traffic()
+        if tenant is None:
+            holds = self.prefetching.holds
+            traffic = replace(traffic, prefetch=holds.counters, prefetch_count=self.prefetching.count)
+        else:
+            traffic = traffic.mode_alone()
+        return replace(self._administration.stats(tenant), traffic=traffic)
 
     # -- life ----------------------------------------------------------------------------------
 

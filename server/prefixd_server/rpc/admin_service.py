@@ -106,7 +106,9 @@ class AdminService:
         self._need_admin("SetMode")
         if request.policy:
             self._cache.set_policy(request.policy)
-        return wire.SetModeResponse(policy=self._cache.state.policy.name)
+        if request.conservative:
+            self._cache.set_conservative(request.conservative)
+        return answers.mode(self._cache.state.policy.name, self._cache.stats(None).traffic)
 
     async def watch_events(self, _: wire.WatchEventsRequest) -> AsyncIterator[wire.WatchEventsResponse]:
         """The tenant's requests as they begin and end."""

@@ -12,6 +12,7 @@ from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 
 from prefixd_server.base.accounts import BlockInfo, Explanation, LeaseInfo, NamespaceInfo, Stats, TierStats
+from prefixd_server.base.traffic import Traffic
 from prefixd_server.base.types import (
     Acquired,
     DeclineReason,
@@ -188,6 +189,47 @@ def stats(value: Stats, boot_id: bytes, version: str) -> admin.GetStatsResponse:
         metadata_bytes=value.metadata_bytes,
         block_count=value.block_count,
         draining=value.draining,
+        traffic=_traffic(value.traffic),
+    )
+
+
+def _traffic(value: Traffic) -> admin.Traffic:
+    return admin.Traffic(
+        links=[
+            admin.LinkStats(
+                name=link.name,
+                demand_bytes=link.demand_bytes,
+                prefetch_bytes=link.prefetch_bytes,
+                demotion_bytes=link.demotion_bytes,
+                background_share=link.background_share,
+                demand_share=link.demand_share,
+            )
+            for link in value.links
+        ],
+        transfers=[
+            admin.TransferTotal(reason=reason.value, block_count=count.block_count, size_bytes=count.bytes)
+            for reason, count in value.transfers.items()
+        ],
+        prefetch_count=value.prefetch_count,
+        prefetch_brought_bytes=value.prefetch.brought_bytes,
+        prefetch_used_bytes=value.prefetch.used_bytes,
+        prefetch_useless_bytes=value.prefetch.useless_bytes,
+        conservative=value.conservative,
+        conservative_setting=value.conservative_setting,
+        conservative_reason=value.conservative_reason,
+        conservative_entered_count=value.conservative_entered_count,
+        quiet=optional_duration(value.quiet_s or None),
+        decode_p99=optional_duration(value.decode_p99_s),
+    )
+
+
+def mode(policy: str, traffic: Traffic) -> admin.SetModeResponse:
+    """Answer of SetMode."""
+    return admin.SetModeResponse(
+        policy=policy,
+        conservative=traffic.conservative_setting,
+        conservative_on=traffic.conservative,
+        conservative_reason=traffic.conservative_reason,
     )
 
 
