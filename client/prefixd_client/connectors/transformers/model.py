@@ -30,6 +30,8 @@ from .kv_cache import BlockCache, probe_shape
 from .refusal import refuse_unsupported
 from .results import Generation, Prefill, PrefillStats
 
+WAIT_MAX_S = 2.0
+"""Computing a prompt that is worth keeping takes longer."""
 BLOCK_TOKENS = 128
 """Tokens per block: a chunk this long keeps the cores busy, and little is computed twice."""
 
@@ -47,6 +49,7 @@ class PrefixCachedModel:
         model_id: name of the model; the configuration's own by default.
         weights: fingerprint of the weights; computed over the model's memory by default.
         tokenizer_fingerprint: empty when the caller vouches for its token ids.
+        wait_max_s: longest wait for blocks that come from slower tiers.
 
     Raises:
         UnsupportedModel: the model's KV does not follow the prefix law.
@@ -61,6 +64,7 @@ class PrefixCachedModel:
         model_id: str | None = None,
         weights: str | None = None,
         tokenizer_fingerprint: str = "",
+        wait_max_s: float = WAIT_MAX_S,
     ) -> None:
         if block_tokens < 1:
             raise InvalidArgument(
@@ -71,6 +75,7 @@ class PrefixCachedModel:
         self._client = client
         self._model_id = model_id or model.config._name_or_path or type(model).__name__
         self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._wait_max_s = wait_max_s
         with torch.no_grad():
             self.shape = probe_shape(model, block_tokens)
         self._sees_attention = model.config.get_text_config()._attn_implementation == "eager"
@@ -214,7 +219,7 @@ class PrefixCachedModel:
         """Copy the longest cached prefix into the cache; returns its blocks, 0 when the daemon is away."""
         if self._namespace is None or not hashes:
             return 0
-        lease = self._namespace.acquire(hashes, request_id=request_id)
+        lease = self._namespace.acquire(hashes, request_id=request_id, max_wait_s=self._wait_max_s)
         if lease is None:
             return 0
         with lease:
