@@ -107,8 +107,8 @@ class WriteBudget:
         """What was written before this start. A file that cannot be read stands for all that may be."""
         try:
             found = json.loads(read_whole(self._files, self._path, FILE_BYTES_MAX))
-            hours = found["bytes_by_hour"].items() if found["format_version"] == FORMAT_VERSION else None
-            return {int(hour): int(count) for hour, count in hours}
+            known = {FORMAT_VERSION: found["bytes_by_hour"]}[found["format_version"]]
+            return {int(hour): int(count) for hour, count in known.items()}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
