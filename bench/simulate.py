@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trace", choices=CASES, action="append")
+    parser.add_argument("--fraction", default="", help="only these sizes, such as 0.01,0.02")
     parser.add_argument(
         "--classics", action="store_true", help="the established policies and the optimum too"
     )
