@@ -53,6 +53,12 @@ def test_nobody_waits_longer_than_computing_takes(estimates) -> None:
     assert estimates.wait_s(1000) == 2.0
 
 
+def test_the_few_tokens_behind_a_hit_say_nothing_about_the_others(estimates) -> None:
+    estimates.computed(0.5, 1000)
+    estimates.computed(0.5, 3 * TOKENS)
+    assert estimates.compute_s(1) == pytest.approx(TOKENS * 0.0005)
+
+
 def test_a_rate_follows_what_was_measured_lately() -> None:
     rate = Rate()
     assert rate.of(1) is None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.daemon_command import DaemonCommand
 from tests.support.vllm_models import TINY, make_model, prompt
 from tests.support.vllm_process import PATIENT, EngineProcess, engine_options, transfer_config
@@ -23,7 +21,6 @@ def wait_until_committed(daemon: DaemonCommand, block_count: int) -> None:
         time.sleep(0.05)  # polls another process: there is nothing to wait on
 
 
-@pytest.mark.timeout(400)
 def test_two_workers_hit_what_they_have_saved(models: Path, short_path: Path) -> None:
     options = engine_options(
         make_model(models / "tiny-float32", TINY, "float32"),

@@ -19,6 +19,10 @@ LOAD_OVERHEAD_S = 0.003
 """Two round trips and a step of the engine, whatever the size of the load."""
 
 
+MEASURED_BLOCKS_MIN = 4
+"""A shorter prefill tells what a step costs, not what a token does."""
+
+
 @dataclass(slots=True)
 class Rate:
     """Seconds per unit over what was measured lately, large measurements counting more."""
@@ -57,7 +61,8 @@ class Estimates:
 
     def computed(self, seconds: float, tokens: int) -> None:
         """A prompt's tokens were computed in this time."""
-        self._compute.measured(seconds, tokens)
+        if tokens >= MEASURED_BLOCKS_MIN * self.block_tokens:
+            self._compute.measured(seconds, tokens)
 
     def loaded(self, seconds: float, blocks: int) -> None:
         """Blocks were loaded in this time."""
