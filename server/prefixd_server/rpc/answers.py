@@ -209,6 +209,7 @@ def _traffic(value: Traffic) -> admin.Traffic:
         transfers=[
             admin.TransferTotal(reason=reason.value, block_count=count.block_count, size_bytes=count.bytes)
             for reason, count in value.transfers.items()
+            if count.block_count
         ],
         prefetch_count=value.prefetch_count,
         prefetch_brought_bytes=value.prefetch.brought_bytes,
