@@ -65,6 +65,22 @@ async def test_stats_of_every_tier_read_as_json_and_as_a_table(tmp_path: Path) -
         assert {tier["tier"] for tier in tiers} == {"DRAM", "NVME"}
         text = (await run_prefixd(socket, "stats")).output
         assert "NVME" in text
+        assert "demand under way" in text
+
+
+async def test_a_tenant_without_rights_is_told_the_mode_and_not_what_moves(tmp_path: Path) -> None:
+    settings = {"data_dir": str(tmp_path), "nvme__size": "32MiB", "nvme__segment": "2MiB"}
+    async with running_daemon("batch", **settings) as daemon:
+        daemon.cache.set_conservative("on")
+        first, batch = [tenant.socket for tenant in daemon.config.all_tenants]
+        assert first is not None
+        assert batch is not None
+        told = (await prefixd_json(batch, "stats"))["traffic"]
+        assert (told["conservative"], told["links"], told["conservative_entered_count"]) == (True, [], 0)
+        (link,) = (await prefixd_json(first, "stats"))["traffic"]["links"]
+        assert link["demand_bytes"] == 0
+        refused = await run_prefixd(batch, "mode", "--conservative", "off")
+        assert "[ADMIN_REQUIRED]" in refused.output
 
 
 async def test_leases_tell_who_holds_what(operator: Operator) -> None:
