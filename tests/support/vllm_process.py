@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ class EngineProcess:
                 cwd=ROOT,
                 env=engine_environment(directory, **environment),
                 text=True,
+                start_new_session=True,
             )
         self.options = options
         self.refused = ""
@@ -138,9 +140,9 @@ class EngineProcess:
         return self.log_path.read_text()
 
     def kill(self) -> None:
-        """Ends it, if it still runs."""
+        """Ends it and the processes that it has started: they are a process group."""
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
