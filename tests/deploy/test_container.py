@@ -16,10 +16,12 @@ from typing import Any
 import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prefixd_client import Client
 from prefixd_server.app.cli import main
 from prefixd_server.base.config_sources import load_config
 
 from tests.deploy.conftest import Render
+from tests.support.clients import PATIENT, run_of, spec, stored
 from tests.support.ports import free_port
 from tests.support.repository import ROOT
 from tests.support.wire import short_directory
@@ -53,12 +55,12 @@ def wait_until(holds: Any, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.02)  # polls another process: there is nothing to wait on
 
 
-def test_the_entry_point_serves_with_the_chart_s_values_and_answers_its_probes(render: Render) -> None:
+def test_the_entry_point_serves_with_the_chart_s_values_answers_its_probes_and_drains(render: Render) -> None:
     with short_directory() as node:
         probes, metrics = free_port(), free_port()
         manifests = render(
             *("multi-tenant", f"socketDir={node}/run", f"dataDir={node}/data", "dram.sizeGiB=1"),
-            *("extraConfig=", f"probes.port={probes}", f"metrics.port={metrics}", "drainTimeoutSeconds=1"),
+            *("extraConfig=", f"probes.port={probes}", f"metrics.port={metrics}", "drainTimeoutSeconds=30"),
             *("tenants[0].quotaGiB=1", "tenants[1].quotaGiB=1", f"socketGroup={os.getgid() or 1}"),
             *(f"tenants[{index}].group={os.getgid() or 1}" for index in (0, 1)),
         )
@@ -84,7 +86,16 @@ def test_the_entry_point_serves_with_the_chart_s_values_and_answers_its_probes(r
                 assert b'prefixd_blocks_asked_total{tenant="chat"} 0.0' in answer.read()
             names = {path.name for path in (node / "run").iterdir()}
             assert names >= {"prefixd.sock", "chat.sock", "batch.sock", "prefixd.sock.fd"}
-            process.send_signal(signal.SIGTERM)
+            with Client(node / "run/prefixd.sock", options=PATIENT) as engine:
+                namespace, run = engine.namespace(spec()), run_of(3)
+                stored(namespace, run)
+                lease = namespace.acquire(run)
+                assert lease is not None
+                process.send_signal(signal.SIGTERM)
+                wait_until(lambda: not probe(container["readinessProbe"]), process, log)
+                assert probe(container["livenessProbe"])
+                assert process.poll() is None
+                lease.release()
             assert process.wait(template["spec"]["terminationGracePeriodSeconds"]) == 0
         finally:
             process.kill()
