@@ -119,10 +119,14 @@ class DaemonProcess:
     def wait_until_serving(self) -> None:
         """Returns when health says SERVING; AssertionError when it ends or the time is over."""
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while not listening(self.socket) or serving(self.socket) is not True:
+        while not listening(self.socket) or not self.is_serving():
             assert self.process.poll() is None, f"the daemon ended: {self.log}"
             assert time.monotonic() < deadline, f"the daemon is not serving: {self.log}"
             time.sleep(0.02)
+
+    def is_serving(self) -> bool:
+        """What health says."""
+        return serving(self.socket) is True
 
     def signal(self, number: int) -> None:
         """Sends a signal."""

@@ -6,6 +6,7 @@ dropped with its namespace and comes back is as wrong as a torn one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prefixd.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -38,25 +40,52 @@ SETTINGS = {"dram.segment": "2MiB", "nvme.size": "32MiB", "nvme.segment": "2MiB"
 """Some 220 slots: a second of load turns them over."""
 
 
+@functools.cache
+def channel_to(path: Path) -> grpc.Channel:
+    """One channel for all daemons that ever listen there.
+
+    Where thousands are opened and closed beside peers that are killed, gRPC's own threads crash now and then.
+    """
+    options = {
+        "grpc.max_receive_message_length": -1,
+        "grpc.use_local_subchannel_pool": 1,
+        "grpc.initial_reconnect_backoff_ms": 20,
+        "grpc.min_reconnect_backoff_ms": 20,
+        "grpc.max_reconnect_backoff_ms": 100,
+    }
+    return grpc.insecure_channel(f"unix:{path}", options=list(options.items()))
+
+
 def block_bytes_of(key: bytes, epoch: int) -> bytes:
     """The only right bytes of a block."""
     return hashlib.shake_128(key + epoch.to_bytes(8, "little")).digest(BLOCK_BYTES)
 
 
 class NvmeCalls:
-    """Calls for tests, to any daemon with an NVMe tier."""
+    """Calls for tests, to any daemon with an NVMe tier, one after the other on the same socket."""
 
     def __init__(self, socket: Path) -> None:
-        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
+        self._channel = channel_to(socket)
         cache: Any = cache_service_pb2_grpc.CacheServiceStub
         admin: Any = admin_service_pb2_grpc.AdminServiceStub
+        health: Any = health_pb2_grpc.HealthStub
+        self._health: Any = health(self._channel)
         self._cache: Any = cache(self._channel)
         self._admin: Any = admin(self._channel)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Hangs up for good: nobody listens there any more."""
         self._channel.close()
+        channel_to.cache_clear()
+
+    def is_serving(self) -> bool:
+        """What health says."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            answer = self._health.Check(request, wait_for_ready=True, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_namespace(self, model: str) -> types_pb2.NamespaceRef:
         """A namespace of this model."""
@@ -127,11 +156,6 @@ class NvmeDaemon(NvmeCalls, DaemonProcess):
         socket = directory / "p.sock"
         DaemonProcess.__init__(self, socket, *arguments, failpoints=failpoints, environment=environment)
         NvmeCalls.__init__(self, socket)
-
-    def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        DaemonProcess.kill(self)
-        self.close()
 
 
 @dataclass
