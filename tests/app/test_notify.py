@@ -189,7 +189,7 @@ async def test_what_ends_a_background_task_ends_the_beat() -> None:
 
 def test_a_daemon_whose_sweep_has_ended_says_why_and_ends(directory: Path) -> None:
     program = f"""
-from prefixd_server.app import daemon
+from prefixd_server.app import process
 from prefixd_server.base.config_sources import load_config
 from prefixd_server.base.logs import configure_logging
 from prefixd_server.cache.cache import Cache
@@ -198,7 +198,7 @@ def broken(self):
 Cache.step = broken
 config = load_config(flags={{"socket": "{directory}/p.sock", "dram.size": "2MiB"}})
 configure_logging(config.log)
-raise SystemExit(daemon.run(config))
+raise SystemExit(process.run(config))
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60

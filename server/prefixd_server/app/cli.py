@@ -124,10 +124,10 @@ def serve(
     """Run the daemon until SIGTERM, which drains it; a second signal ends it at once."""
     config = _loaded(file, tenants, settings, flags)
     configure_logging(config.log)
-    from prefixd_server.app import daemon  # noqa: PLC0415 - other verbs need not wait for the daemon's imports
+    from prefixd_server.app.process import run  # noqa: PLC0415 - other verbs need not wait for its imports
 
     try:
-        status = daemon.run(config)
+        status = run(config)
     except PrefixdError as error:
         logger("prefixd.daemon").error(
             "cannot start", reason=error.reason, detail=error.message, **error.metadata
