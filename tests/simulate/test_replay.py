@@ -63,7 +63,7 @@ def test_a_run_longer_than_the_tier_keeps_its_beginning() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_future_changes_nothing_before_it(seed: int) -> None:
-    """All that is to come is shuffled: replies still running, and requests that have not arrived."""
+    """All that is to come is shuffled: replies still running, and the requests to come with their times."""
     trace, capacity, cut = conversations(11, 600), 40, 400
     rng = np.random.default_rng(seed)
     serving = ServingModel()
@@ -79,9 +79,11 @@ def test_the_future_changes_nothing_before_it(seed: int) -> None:
     for request in unknown.tolist():
         stops[request] = kinds[int(rng.integers(len(kinds)))]
     order = np.concatenate([np.arange(cut), rng.permutation(later)])
+    arrivals = trace.arrival_s.copy()
+    arrivals[cut:] = present + np.cumsum(rng.permutation(np.diff(trace.arrival_s[cut - 1 :])))
     runs = [trace.run(int(request)).tolist() for request in order]
     shuffled = replace(
-        trace_of(runs, trace.arrival_s.tolist(), outputs[order].tolist(), [stops[i] for i in order.tolist()]),
+        trace_of(runs, arrivals.tolist(), outputs[order].tolist(), [stops[i] for i in order.tolist()]),
         block_count=trace.block_count,
     )
     one = Replay(trace, ImportancePolicy(), capacity, seed=1, serving=serving)
