@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -20,7 +21,7 @@ from prefixd_server.media.nvme_format import (
     segment_name,
 )
 
-from tests.support.faulty_files import DISK_BROKEN, DISK_FULL, FaultyFiles
+from tests.support.faulty_files import DISK_FULL, FaultyFiles
 from tests.support.stores import SEGMENT_BYTES, SLOT_BYTES, small_store
 
 
@@ -207,6 +208,19 @@ def test_a_full_disk_gives_fewer_segments(tmp_path: Path) -> None:
     medium.close()
 
 
+def test_a_segment_that_cannot_be_read_is_left_out_and_left_alone(tmp_path: Path) -> None:
+    small_store(tmp_path, 3).close()
+    files = FaultyFiles()
+    files.spoil(segment_name(1), 0, HEADER_BYTES)
+    medium = small_store(tmp_path, 3, files)
+    assert (medium.report.kept, medium.report.absent) == ([0, 2], [1])
+    assert medium.present() == [0, 2]
+    medium.close()
+    whole = small_store(tmp_path, 3)
+    assert whole.report.kept == [0, 1, 2]
+    whole.close()
+
+
 def test_a_disk_without_room_for_any_segment_is_refused(tmp_path: Path) -> None:
     files = FaultyFiles()
     files.fail("allocate", DISK_FULL, times=9)
@@ -219,8 +233,8 @@ def test_a_failure_while_opening_leaves_no_descriptor_open(tmp_path: Path) -> No
     small_store(tmp_path, 3).close()
     before = descriptors()
     files = FaultyFiles()
-    files.fail("read_at", DISK_BROKEN, after=3)
-    with pytest.raises(OSError, match="Input/output"):
+    files.fail("read_at", errno.ENXIO, after=3)
+    with pytest.raises(OSError, match="No such device"):
         small_store(tmp_path, 3, files)
     assert descriptors() == before
 

@@ -141,7 +141,7 @@ class TierStats:
     numa_nodes: tuple[int, ...] = ()
     page_kind: str = "pages"
     state: str = "ready"
-    """"ready", "full" (read, not written), "recovering", "paused" or "refused" (neither)."""
+    """"ready", "full" (read, not written), "recovering", "paused", "refused" or "failed" (neither)."""
     state_reason: str = ""
     """Why it is not ready."""
     fault_counts: Mapping[Fault, int] = field(default_factory=dict)
@@ -151,6 +151,25 @@ class TierStats:
     def is_ready(self) -> bool:
         """Whether blocks are read from it and written to it."""
         return self.state == "ready"
+
+
+def failed_stats(tier: Tier, state: str, reason: str) -> TierStats:
+    """Of a tier whose medium could not be opened: it has nothing."""
+    return TierStats(
+        tier=tier,
+        capacity_bytes=0,
+        assigned_bytes=0,
+        prefaulted_bytes=0,
+        segment_count=0,
+        segment_bytes=0,
+        slot_count=0,
+        free_slot_count=0,
+        reserved_slot_count=0,
+        resident_slot_count=0,
+        quarantined_slot_count=0,
+        state=state,
+        state_reason=reason,
+    )
 
 
 @dataclass(slots=True)

@@ -12,12 +12,14 @@ from prefixd_server.base.accounts import (
     NamespaceInfo,
     Stats,
     TierStats,
+    failed_stats,
 )
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.hbm_tier import HbmTier
+from prefixd_server.cache.nvme_health import NvmeState
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Sessions
@@ -45,6 +47,7 @@ class Administration:
         nvme: NvmeTier | None,
         started_at: float,
         hbm: HbmTier | None = None,
+        nvme_failure: str = "",
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -53,6 +56,8 @@ class Administration:
         self._epochs = epochs
         self._nvme = nvme
         self._hbm = hbm
+        self._nvme_failure = nvme_failure
+        """Why the NVMe tier could not be opened; empty when it could, or is off."""
         self._started_at = started_at
 
     # -- looking -------------------------------------------------------------------------------
@@ -161,6 +166,8 @@ class Administration:
     def _tiers(self, tenant: str | None) -> tuple[TierStats, ...]:
         pools = self._pools(tenant)
         others = [tier.stats(pools) for tier in (self._hbm, self._nvme) if tier is not None]
+        if self._nvme_failure:
+            others.append(failed_stats(Tier.NVME, NvmeState.FAILED.value, self._nvme_failure))
         return (self._dram_stats(tenant), *others)
 
     def _pools(self, tenant: str | None) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.config import Config
@@ -55,6 +57,10 @@ from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.lru import LruPolicy
 from prefixd_server.policy.policy import DaemonPolicy
 
+log = structlog.get_logger(__name__)
+
+DISK_FAILURES = frozenset({errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
+"""What a drive that has failed answers; memory is served without it. Other errors are the configuration's."""
 BOOT_ID_BYTES = 16
 HBM_MOVER_COUNT = 2
 """One in each direction keeps the link busy; they wait, and copy nothing themselves."""
@@ -93,17 +99,10 @@ def build_cache(
     Raises:
         ConfigError: when the memory cannot be had, or the data directory is damaged.
     """
-    dram = DramMedium.from_config(config)
-    table = SlotTable(Tier.DRAM, config.segment_bytes, config.segment_count)
-    tables = {Tier.DRAM: table}
     disk = disk or DiskSeams()
-    medium = _open_nvme(config, clock, disk.files)
-    if medium is not None:
-        tables[Tier.NVME] = SlotTable(Tier.NVME, medium.segment_bytes, medium.segment_count)
-    device = _hbm_medium(config)
-    if device is not None:
-        tables[Tier.HBM] = SlotTable(Tier.HBM, device.segment_bytes, device.segment_count)
-    state = _state(config, clock, movers, seed, dram, medium, tables)
+    media = _Media(config, clock, disk.files)
+    dram, medium, device = media.dram, media.nvme, media.hbm
+    state = _state(config, clock, movers, seed, dram, medium, media.tables)
     endings = Endings(state)
     epochs = Epochs(config.server.data_dir, clock)
     sessions = Sessions(config.leases.session_count_max, endings)
@@ -128,7 +127,8 @@ def build_cache(
         scheduler = Scheduler(state, nvme, transfers, migration, prefetching)
         storage = Storage(state, nvme, transfers, epochs, scheduler)
     reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching, hbm)
-    writing = Writing(state, sessions, endings, room, workload, None if hbm is None else hbm.tier)
+    hbm_tier = None if hbm is None else hbm.tier
+    writing = Writing(state, sessions, endings, room, workload, hbm_tier)
     return Cache(
         state=state,
         epochs=epochs,
@@ -142,7 +142,7 @@ def build_cache(
         portable=Portable(state, reading, writing, verifier, bad_copies, workload),
         usage=Usage(state, sessions, workload, migration, prefetching),
         administration=Administration(
-            state, sessions, endings, room, epochs, nvme, clock.now(), None if hbm is None else hbm.tier
+            state, sessions, endings, room, epochs, nvme, clock.now(), hbm_tier, media.nvme_failure
         ),
         storage=storage,
         hbm=hbm,
@@ -152,6 +152,31 @@ def build_cache(
         explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
     )
+
+
+class _Media:
+    """The tiers' media, as far as there are any, and their slot tables.
+
+    nvme_failure: why the NVMe tier is not there although it should be; empty otherwise.
+    """
+
+    def __init__(self, config: Config, clock: Clock, files: Files | None) -> None:
+        self.dram = DramMedium.from_config(config)
+        self.tables = {Tier.DRAM: SlotTable(Tier.DRAM, config.segment_bytes, config.segment_count)}
+        self.nvme_failure = ""
+        self.nvme: NvmeMedium | None = None
+        try:
+            self.nvme = _open_nvme(config, clock, files)
+        except OSError as failure:
+            if failure.errno not in DISK_FAILURES:
+                raise config.error("nvme.directories", failure.filename, f"{failure.strerror}") from failure
+            self.nvme_failure = f"the disk failed at the start: {failure}"
+            log.warning("NVMe tier failed: serving without it", reason=str(failure))
+        if self.nvme is not None:
+            self.tables[Tier.NVME] = SlotTable(Tier.NVME, self.nvme.segment_bytes, self.nvme.segment_count)
+        self.hbm = _hbm_medium(config)
+        if self.hbm is not None:
+            self.tables[Tier.HBM] = SlotTable(Tier.HBM, self.hbm.segment_bytes, self.hbm.segment_count)
 
 
 def _state(

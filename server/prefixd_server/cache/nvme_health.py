@@ -50,6 +50,8 @@ class NvmeState(Enum):
     FULL = "full"
     PAUSED = "paused"
     REFUSED = "refused"
+    FAILED = "failed"
+    """The disk failed while it was opened: there is no tier, and nothing here to pause or resume."""
 
 
 class NvmeHealth:

@@ -72,7 +72,7 @@ class StoreReport:
     damaged: list[int] = field(default_factory=list)
     """Files of ours whose header or length was wrong: made anew, what they held is forgotten."""
     absent: list[int] = field(default_factory=list)
-    """Segments for which the disk had no space."""
+    """Segments for which the disk had no space, or whose header it cannot read."""
     orphans_removed: int = 0
     left_alone: list[Path] = field(default_factory=list)
 
@@ -95,6 +95,7 @@ class StoreOpener:
         self._segment_count = segment_count
         self._block = aligned_buffer(HEADER_BYTES)
         self._found: dict[int, SegmentFile] = {}
+        self._unreadable: set[int] = set()
         self.report = StoreReport(b"")
         self.locks: list[int] = []
         """Descriptors that hold the directories; whoever takes the segments closes them, too."""
@@ -176,7 +177,13 @@ class StoreOpener:
         for name in self._files.names(directory):
             segment_id = segment_of_name(name)
             if segment_id is not None:
-                self._adopt(directory / name, segment_id)
+                try:
+                    self._adopt(directory / name, segment_id)
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    self._unreadable.add(segment_id)
+                    _log.warning("segment left out: it cannot be read", segment=segment_id)
 
     def _adopt(self, path: Path, segment_id: int) -> None:
         fd = self._open(path, os.O_RDWR)
@@ -236,6 +243,9 @@ class StoreOpener:
         for segment_id in range(self._segment_count):
             if segment_id in self._found:
                 continue
+            if segment_id in self._unreadable:
+                self.report.absent.append(segment_id)
+                continue
             while open_directories := [d for d in self._directories if d not in full]:
                 directory = min(open_directories, key=lambda d: population[d])
                 if self._make(directory, segment_id):
@@ -246,6 +256,8 @@ class StoreOpener:
                 self.report.absent.append(segment_id)
         for directory in self._directories:
             self._files.sync_directory(directory)
+        if not self._found and self._unreadable:
+            raise OSError(errno.EIO, "no segment can be read", str(self._directories[0]))
         if not self._found:
             raise refused(
                 "NVME_NO_SPACE",
