@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import fake_cuda
 from tests.support.fake_cuda import MIB, FakeCuda
+from tests.support.real_cuda import RealCuda
 
 IS_REAL = os.environ.get("PREFIXD_REAL_GPU") == "1"
 DEVICE_COUNT = 2
@@ -20,7 +21,7 @@ def own_machine(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
     """The stand-in that this process uses: a driver is initialised once."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     if IS_REAL:
-        pytest.skip("injects faults, which a real driver does not let us do")
+        return RealCuda()
     if not fake_cuda.has_compiler():
         pytest.skip("the stand-in driver needs gcc to be built")
     machine = FakeCuda(tmp_path_factory.mktemp("cuda"), DEVICE_COUNT, 64 * MIB)
@@ -42,6 +43,8 @@ def machine(own_machine: FakeCuda) -> Iterator[FakeCuda]:
 @pytest.fixture
 def careless(own_machine: FakeCuda) -> FakeCuda:
     """The stand-in for tests that break its rules on purpose."""
+    if IS_REAL:
+        pytest.skip("breaks rules that a real driver leaves undefined")
     own_machine.heal()
     own_machine.forget()
     return own_machine
@@ -51,8 +54,11 @@ def careless(own_machine: FakeCuda) -> FakeCuda:
 def far_machine(tmp_path: Path) -> Iterator[FakeCuda]:
     """A machine of the test's own; no process breaks a rule of the driver."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    if IS_REAL or not fake_cuda.has_compiler():
-        pytest.skip("needs the stand-in driver")
+    if IS_REAL:
+        yield RealCuda()
+        return
+    if not fake_cuda.has_compiler():
+        pytest.skip("the stand-in driver needs gcc to be built")
     made = FakeCuda(tmp_path / "cuda", 1, 64 * MIB)
     yield made
     assert made.violations == []

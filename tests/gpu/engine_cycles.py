@@ -20,7 +20,8 @@ from tests.support.engine_process import PATIENT
 
 def one_life(socket: str, device_uuid: str, number: int) -> int:
     """Attaches, works, and dies in one of four ways; blocks that it loaded, each of them right."""
-    client = Client(socket, None, "cycle", ClientOptions(**PATIENT, device_uuid=device_uuid))
+    options = ClientOptions(**PATIENT, open_wait_s=30.0, device_uuid=device_uuid)
+    client = Client(socket, None, "cycle", options)
     engine = DeviceCommands(client)
     engine.open("n")
     engine.put_there("n", f"run {number % 7}", 8)

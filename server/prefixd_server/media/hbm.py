@@ -58,11 +58,7 @@ class HbmMedium:
         with self._lock:
             if self._gpu is None:
                 gpu = Gpu(self._wanted_uuid)
-                try:
-                    self._streams = [gpu.stream(), gpu.stream()]
-                except CudaFault:
-                    gpu.close()
-                    raise
+                self._streams = [gpu.stream(), gpu.stream()]
                 self._gpu = gpu
 
     @property

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 
 MIB = 1 << 20
+UUIDS_VARIABLE = "PREFIXD_TEST_DEVICES"
+"""UUIDs of real devices, by commas, where the tests run on them."""
 _SOURCES = Path(__file__).parent
 _BUILT = _SOURCES.parents[2] / "build" / "fake_cuda"
 _LIBRARY = "libcuda.so.1"
@@ -49,7 +51,10 @@ def build() -> Path:
 
 
 def uuid_of(device: int) -> str:
-    """The UUID of the machine's device, as nvidia-smi would print it."""
+    """The UUID of the machine's device, as nvidia-smi would print it; of no device when there are fewer."""
+    real = os.environ.get(UUIDS_VARIABLE, "").split(",")
+    if real != [""]:
+        return real[device] if device < len(real) else f"GPU-{device:08}-0000-0000-0000-000000000000"
     digits = bytes(0xA0 + 16 * device + at for at in range(16)).hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
