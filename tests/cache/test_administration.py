@@ -88,10 +88,12 @@ def test_a_pinned_run_outlives_eviction_pressure_until_it_is_unpinned(engine: Ma
     hashes = one.put(*"ab")
     assert node.cache.pin("red", one.ref, packed(hashes), True) == 2
     for number in range(300):
+        node.clock.advance(0.1)
         one.put("filler", number)
     assert one.hits(hashes) == 2
     assert node.cache.pin("red", one.ref, packed(hashes), False) == 2
     for number in range(300, 600):
+        node.clock.advance(0.1)
         one.put("filler", number)
     assert one.hits(hashes) == 0
 

@@ -26,6 +26,7 @@ from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.hbm_transfers import HbmTransfers
 from prefixd_server.cache.migration import Migration
+from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
@@ -119,12 +120,13 @@ def build_cache(
         hbm = _hbm_placement(config, state, sessions, endings, room, device, copier)
     nvme = transfers = None
     if medium is not None:
+        room.next_to_go = NextToGo(state)
         nvme = _nvme_tier(config, state, room, medium, disk)
         transfers = Transfers(state, room, nvme, copier, migration)
     prefetching = Prefetching(state, sessions, transfers, config.migration)
     storage = None
-    if nvme is not None and transfers is not None:
-        scheduler = Scheduler(state, nvme, transfers, migration, prefetching)
+    if nvme is not None and transfers is not None and room.next_to_go is not None:
+        scheduler = Scheduler(state, nvme, transfers, migration, prefetching, room.next_to_go)
         storage = Storage(state, nvme, transfers, epochs, scheduler)
     reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching, hbm)
     hbm_tier = None if hbm is None else hbm.tier

@@ -20,6 +20,7 @@ from prefixd_server.base.types import Slots, Tier
 from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
+from prefixd_server.cache.worth import AT_ANY_PRICE, Parts
 from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.catalog.events import RecordsDeleted
 from prefixd_server.catalog.namespaces import Namespace
@@ -78,14 +79,17 @@ class NvmeTier:
 
     # -- slots ---------------------------------------------------------------------------------
 
-    async def allocate(self, pool: int, count: int) -> Slots:
-        """Up to `count` RESERVED slots, after making room. Raises OSError, IndexUnavailable."""
+    async def allocate(self, pool: int, parts: Parts, count_max: int) -> Slots:
+        """Up to `count_max` RESERVED slots for the leading parts, at the cost of what is worth less.
+
+        Raises OSError, IndexUnavailable.
+        """
         table = self._state.catalog.slots[Tier.NVME]
+        count = min(count_max, sum(part for part, _ in parts))
         while table.free_count(pool) < count and await self._assign(pool):
             pass
-        short = count - min(table.free_count(pool), self._record_room())
-        if short > 0:
-            self._room.evict(Tier.NVME, pool, short + EVICTION_SLACK_COUNT)
+        if count > min(table.free_count(pool), self._record_room()):
+            self._make_room(pool, parts, count)
             await self.flush_departures()
         return table.allocate(pool, min(count, self._record_room()))
 
@@ -93,6 +97,20 @@ class NvmeTier:
         """How many more slots may have an index record."""
         counts = self._state.catalog.slots[Tier.NVME].counts()
         return max(0, self._block_count_max - counts.reserved - counts.resident)
+
+    def _make_room(self, pool: int, parts: Parts, left: int) -> None:
+        """Evicts for one part after the other, `left` blocks in all, until what remains is worth more."""
+        free = min(self._state.catalog.slots[Tier.NVME].free_count(pool), self._record_room())
+        for part, worth in parts:
+            count = min(part, left)
+            left -= count
+            free -= count
+            if free < 0:
+                # To be compared with what comes next, nothing is freed beyond need.
+                slack = EVICTION_SLACK_COUNT if worth == AT_ANY_PRICE else 0
+                free += self._room.evict(Tier.NVME, pool, slack - free, worth)
+                if free < 0:
+                    return
 
     async def _assign(self, pool: int) -> bool:
         """Gives the pool a segment that serves nobody; its generation is raised, durably, first."""

@@ -11,7 +11,9 @@ import asyncio
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, DeclineReason, Slots, SlotState, Tier
 from prefixd_server.base.views import TierView
+from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.state import State
+from prefixd_server.cache.worth import AT_ANY_PRICE
 from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
 from prefixd_server.policy.importance import Newcomers
 from prefixd_server.policy.learning import LearningPolicy
@@ -44,6 +46,8 @@ class Room:
         self.segment_ids: list[int] = list(range(1, count + 1))
         """Wire id of each segment's present memory, by segment index."""
         self._last_segment_id = count
+        self.next_to_go: NextToGo | None = None
+        """What DRAM drops first, where there is an NVMe tier that has it."""
         self._garbage: list[int] = []
         """Spaces of dropped namespaces whose blocks are still to be forgotten."""
 
@@ -83,7 +87,8 @@ class Room:
         for part, history, _ in newcomers.parts(count):
             placed += part
             short = placed - table.free_count(pool)
-            if short > 0 and self.evict(Tier.DRAM, pool, short + slack, history) < short:
+            worth = self._state.learner.ceiling_for_new(history)
+            if short > 0 and self.evict(Tier.DRAM, pool, short + slack, worth) < short:
                 return
 
     def allocate_below(
@@ -105,18 +110,21 @@ class Room:
         finally:
             self._state.apply(CopiesReleased(Tier.DRAM, slot))
 
-    def evict(self, tier: Tier, pool: int, count: int, history: int | None = None) -> int:
+    def evict(self, tier: Tier, pool: int, count: int, worth: float = AT_ANY_PRICE) -> int:
         """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed.
 
         Args:
-            history: of new blocks, which what goes must be worth less than; None for any price.
+            worth: what goes is worth less, to a policy that compares.
         """
         catalog = self._state.catalog
         view = catalog.tree.view(tier, pool, catalog.evictable(tier))
         tenant = catalog.namespaces.pool_of(pool).tenant
         evicted = 0
+        if tier is Tier.DRAM and self.next_to_go is not None:
+            for rows in self.next_to_go.take(pool, count):
+                evicted += self._state.apply(CopiesEvicted(tier, rows)).freed_count
         while evicted < count:
-            victims = self._victims(view, count - evicted, history)
+            victims = self._victims(view, count - evicted, worth)
             freed = 0
             for node, block_count in victims:
                 rows = catalog.tree.tail_rows(tier, node, block_count)
@@ -127,11 +135,11 @@ class Room:
         self._state.counters_of(tenant).evicted += evicted
         return evicted
 
-    def _victims(self, view: TierView, count: int, history: int | None) -> Victims:
+    def _victims(self, view: TierView, count: int, worth: float) -> Victims:
         policy, now, rng = self._state.policy, self._state.clock.now(), self._state.rng
-        if history is None or not isinstance(policy, LearningPolicy):
-            return policy.victims(view, count, now, rng)
-        return policy.victims_for(view, count, history, now, rng)
+        if isinstance(policy, LearningPolicy):
+            return policy.victims_below(view, count, worth, now, rng)
+        return policy.victims(view, count, now, rng)
 
     # -- segments ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from prefixd_server.base.types import NO_SLOT, Rows, Tier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
+from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.state import State
@@ -40,12 +41,14 @@ class Scheduler:
         transfers: Transfers,
         migration: Migration,
         prefetching: Prefetching,
+        next_to_go: NextToGo,
     ) -> None:
         self._state = state
         self._nvme = nvme
         self._transfers = transfers
         self._migration = migration
         self._prefetching = prefetching
+        self._next_to_go = next_to_go
         config = migration.config
         self._marks = Watermarks(config.high_water, config.low_water)
         self._demotions: set[asyncio.Task[int]] = set()
@@ -104,21 +107,20 @@ class Scheduler:
         catalog = self._state.catalog
         table = catalog.slots[Tier.DRAM]
         wanted = demotion_count(table.slot_count(pool), table.free_count(pool), self._marks)
-        wanted = min(wanted, BATCHES_UNDER_WAY_MAX * self._batch_count(pool))
         if wanted <= 0:
             return []
-        view = catalog.tree.view(Tier.DRAM, pool, catalog.evictable(Tier.DRAM))
-        victims = self._state.policy.victims(view, wanted, self._state.clock.now(), self._state.rng)
+        self._next_to_go.choose(pool, wanted)
         claimed = self._transfers.claimed
         chosen: dict[int, dict[int, None]] = {}
-        for node, count in victims:
-            rows = catalog.tree.tail_rows(Tier.DRAM, node, count)
-            if (catalog.columns.slot[Tier.NVME][rows] == NO_SLOT).any():
-                path = catalog.tree.path(int(rows[0]))
-                missing = path[catalog.columns.slot[Tier.NVME][path] == NO_SLOT].tolist()
-                space = int(catalog.columns.space[rows[0]])
-                fresh = [row for row in missing if row not in claimed]
-                chosen.setdefault(space, {}).update(dict.fromkeys(fresh))
+        left = BATCHES_UNDER_WAY_MAX * self._batch_count(pool)
+        for rows in self._next_to_go.unstored(pool, claimed):
+            path = catalog.tree.path(int(rows[0]))
+            missing = path[catalog.columns.slot[Tier.NVME][path] == NO_SLOT].tolist()
+            fresh = [row for row in missing if row not in claimed]
+            chosen.setdefault(int(catalog.columns.space[rows[0]]), {}).update(dict.fromkeys(fresh))
+            left -= len(fresh)
+            if left <= 0:
+                break
         return [np.array(list(rows), dtype=np.int32) for rows in chosen.values() if rows]
 
     def _batch_count(self, pool: int) -> int:

@@ -26,6 +26,7 @@ from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
+from prefixd_server.cache.worth import by_worth
 from prefixd_server.cache.write_budget import Booking
 from prefixd_server.catalog.events import (
     CopiesLeased,
@@ -96,6 +97,7 @@ class Transfers:
         catalog = self._state.catalog
         namespace, shard, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
         slot_bytes = namespace.spec.kv_groups[group].slot_bytes
+        rows, parts = by_worth(self._state, rows)
         booking, spent = Booking(0, 0), 0
         slots = np.zeros(0, dtype=np.uint32)
         keys = catalog.columns.key[rows].copy()
@@ -103,7 +105,7 @@ class Transfers:
         try:
             pool = catalog.namespaces.pool(namespace.tenant, slot_bytes)
             booking = await self._nvme.budget.book(len(rows) * slot_bytes, slot_bytes)
-            slots = await self._nvme.allocate(pool, booking.unit_count)
+            slots = await self._nvme.allocate(pool, parts, booking.unit_count)
             # Making room may have taken its time: what is still to be written?
             rows = self._demotable(catalog.find(space, keys[: len(slots)]))
             slots, surplus = slots[: len(rows)], slots[len(rows) :]

@@ -62,7 +62,7 @@ class Workload:
         """Requests whose runs were remembered, the oldest first; some have lost theirs since."""
         self._hash_count = 0
         self._begun: OrderedDict[tuple[int, int], float] = OrderedDict()
-        """When requests began of which nothing was kept, by namespace and their first block's hash."""
+        """When requests began that miss something, by namespace and the hash of the first block missed."""
 
     # -- a request's life ----------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ class Workload:
         request.access = self._learn(namespace, run, parts, known)
         if name[2] and request.run is None:
             self._remember(request, run)
-        if known == 0:
-            self._begun[namespace.number, int(run[0, 0])] = request.used_at
+        if known < len(run):
+            self._begun[namespace.number, int(run[known, 0])] = request.used_at
             if len(self._begun) > BEGUN_COUNT_MAX:
                 self._begun.popitem(last=False)
         self._tell_begun(name, namespace, run, known)
@@ -113,10 +113,7 @@ class Workload:
         found = self._state.learner.newcomers(named_apart(namespace, missing), history, now)
         if found.used_at is not None:
             return found
-        if above == NO_ROW:
-            begun = self._begun.get((namespace.number, int(missing[0, 0])), now)
-        else:
-            begun = float(self._state.catalog.tree.last_use[self._state.catalog.columns.node[above]])
+        begun = self._begun.get((namespace.number, int(missing[0, 0])), now)
         return replace(found, used_at=begun if now - begun <= PREFILL_MAX_S else now)
 
     def _history_of(self, row: int) -> int:

@@ -353,14 +353,17 @@ class PrefixTree(TreeWalks):
             return False
         return not any(p.kids_view[node] for other, p in self.tiers.items() if other is not tier)
 
-    def view(self, tier: Tier, pool: int, evictable: Evictable) -> PoolView:
+    def view(
+        self, tier: Tier, pool: int, evictable: Evictable, without: NDArray[np.bool_] | None = None
+    ) -> PoolView:
         """What a policy sees of one pool of one tier; cheap to make, and good for as long as the tree.
 
         Args:
             evictable: how many of a node's deepest copies may go now (base/views.py).
+            without: by node, leaves to leave out; the view is good until the next change then.
         """
-        pool_node = self.pool_nodes.get(pool)
-        return PoolView(self, self.tiers[tier], NO_NODE if pool_node is None else pool_node, evictable)
+        pool_node = self.pool_nodes.get(pool, NO_NODE)
+        return PoolView(self, self.tiers[tier], pool_node, evictable, without)
 
     @property
     def touched_bytes(self) -> int:

@@ -19,12 +19,23 @@ _NO_NODES: Nodes = np.zeros(0, dtype=np.int32)
 class PoolView:
     """A TierView. `pool_node` is NO_NODE for a pool that has no space yet: an empty view."""
 
-    def __init__(self, tree: TreeWalks, presence: Presence, pool_node: int, evictable: Evictable) -> None:
+    def __init__(
+        self,
+        tree: TreeWalks,
+        presence: Presence,
+        pool_node: int,
+        evictable: Evictable,
+        without: NDArray[np.bool_] | None = None,
+    ) -> None:
         nodes = tree.nodes
         self._tree = tree
         self._presence = presence
         self._pool_node = pool_node
         self._evictable = evictable
+        self._chosen: Nodes | None = None
+        if without is not None:
+            leaves = self.leaves()
+            self._chosen = leaves[~without.take(leaves)]
         self.parent: Nodes = nodes.parent
         self.length: NDArray[np.uint16] = nodes.length
         self.copies: NDArray[np.uint16] = presence.copies
@@ -46,11 +57,15 @@ class PoolView:
     @property
     def leaf_count(self) -> int:
         """See TierView."""
+        if self._chosen is not None:
+            return len(self._chosen)
         array = self._presence.leaf_arrays.get(self._pool_node)
         return 0 if array is None else array.count
 
     def leaves(self) -> Nodes:
         """See TierView."""
+        if self._chosen is not None:
+            return self._chosen
         array = self._presence.leaf_arrays.get(self._pool_node)
         return _NO_NODES if array is None else array.nodes[: array.count]
 

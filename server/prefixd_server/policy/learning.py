@@ -40,7 +40,23 @@ class LearningPolicy(Policy, Protocol):
         ...
 
     def victims_for(
-        self, view: TierView, block_count: int, history: int, now: float, rng: np.random.Generator
+        self,
+        view: TierView,
+        block_count: int,
+        history: int,
+        now: float,
+        rng: np.random.Generator,
+        depth: int = 0,
     ) -> Victims:
         """Victims that are worth less than new blocks."""
+        ...
+
+    def victims_below(
+        self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
+    ) -> Victims:
+        """Victims that are worth less than `ceiling`."""
+        ...
+
+    def ceiling_for_new(self, history: int, depth: int = 0) -> float:
+        """What new blocks of this history displace is worth less than this."""
         ...

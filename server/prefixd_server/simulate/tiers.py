@@ -192,6 +192,10 @@ class TierReplay(ReplayState):
         # From the head on, so that what is kept below has its ancestors.
         left = rows[~kept][::-1]
         for below in slower:
+            if len(left) and below is Tier.NVME:
+                # What outlives a restart is whole: copies of its ancestors go with it.
+                path = self.tree.path(int(rows[0]))
+                left = path[self.columns.slot[below][path] == NO_SLOT]
             room = self._admitted_below(below, node, len(left), now) if len(left) else 0
             for crossed in self.tiers[self.tiers.index(tier) : self.tiers.index(below)]:
                 self.links.down[crossed].move(room * self.block_bytes, now)
