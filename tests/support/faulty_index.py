@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixd_server.index.frames import Frame
+from prefixd_server.index.frames import HEAD, Frame
 from prefixd_server.index.line import IndexUnavailable, Line, open_line
 
 
@@ -17,6 +17,10 @@ class FaultyIndex:
     """
 
     disk_full: bool = False
+    lost_answers: int = 0
+    """So many commits become durable, and nobody hears of it: the process seems to have died."""
+    cut_loads: int = 0
+    """So many loads end after their first records."""
     opened: int = 0
     """Processes that were started."""
 
@@ -29,7 +33,15 @@ class FaultyIndex:
 
         async def faulty_ask(message: bytes) -> tuple[Frame, bytes]:
             self._refuse()
-            return await ask(message)
+            _, kind = HEAD.unpack_from(message)
+            answer = await ask(message)
+            if kind == Frame.COMMIT and self.lost_answers:
+                self.lost_answers -= 1
+                raise IndexUnavailable("the index process died")
+            if kind == Frame.BLOCKS and self.cut_loads:
+                self.cut_loads -= 1
+                line.answer = _cut
+            return answer
 
         line.ask = faulty_ask
         return line
@@ -37,3 +49,7 @@ class FaultyIndex:
     def _refuse(self) -> None:
         if self.disk_full:
             raise IndexUnavailable("the index failed: No space left on device", disk_full=True)
+
+
+async def _cut() -> tuple[Frame, bytes]:
+    raise IndexUnavailable("the index process died")
