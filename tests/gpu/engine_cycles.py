@@ -20,7 +20,9 @@ from tests.support.engine_process import PATIENT
 
 def one_life(socket: str, device_uuid: str, number: int) -> int:
     """Attaches, works, and dies in one of four ways; blocks that it loaded, each of them right."""
-    options = ClientOptions(**PATIENT, open_wait_s=30.0, device_uuid=device_uuid)
+    options = ClientOptions(
+        **PATIENT, open_wait_s=30.0, control_timeout_s=30.0, segment_timeout_s=30.0, device_uuid=device_uuid
+    )
     client = Client(socket, None, "cycle", options)
     engine = DeviceCommands(client)
     engine.open("n")

@@ -46,7 +46,7 @@ def run_cycles(socket: Path, machine: FakeCuda) -> dict[str, int]:
         env=os.environ | machine.environment,
         cwd=ROOT,
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
     answer: dict[str, int] = json.loads(done.stdout)

@@ -117,9 +117,10 @@ def test_a_copy_that_never_ends_gives_the_device_up(scene: Scene) -> None:
             scene.device.read(base, 16, 0)
         with pytest.raises(DeviceFault, match="SEGMENT_UNKNOWN"):
             scene.device.segment(7)
-        with pytest.raises(DeviceFault, match="CUDA_EVENT_STUCK"):
-            scene.device.copy([(base, scene.address(b"x"), 1)], 0)
-        scene.device.close()
+    with pytest.raises(DeviceFault, match="CUDA_EVENT_STUCK"):
+        scene.device.copy([(base, scene.address(b"x"), 1)], 0)
+    assert scene.owner.ask("read", scene.memory, 1) == "\0"
+    scene.device.close()
 
 
 def test_slow_events_are_waited_for(scene: Scene) -> None:

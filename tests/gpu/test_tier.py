@@ -167,3 +167,12 @@ def test_a_copy_that_is_bad_in_hbm_is_forgotten_and_dram_serves(node: Node) -> N
     done = node.run(node.cache.release(engine.tenant, engine.session.session_id, report))
     assert done == (1, 1)
     assert tiers_of(engine.acquire(hashes)) == [(Tier.HBM, 1), (Tier.DRAM, 1)]
+
+
+def test_a_block_that_is_larger_than_a_segment_there_stays_in_dram(machine: FakeCuda) -> None:
+    node = start_device_node(dram_bytes=32 << 20, segment_bytes=8 << 20)
+    engine = device_engine(node, block_bytes=3 << 20)
+    assert {extent.tier for extent in engine.reserve_there(chain("big")).extents} == {Tier.DRAM}
+    assert node.cache.check() == []
+    end_all(node)
+    node.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from prefixd_server.base.config import HbmConfig
-from prefixd_server.base.types import SlotState, Tier
+from prefixd_server.base.types import BadBlock, LeaseRelease, SlotState, Tier
 
 from tests.gpu.tier import (
     SEGMENT,
@@ -132,3 +132,16 @@ def test_no_tenant_is_given_memory_that_anothers_process_may_have_open(node: Nod
     until(node, lambda: not hbm_of(node).tier.hungry and set(hbm_of(node).tier.segment_ids) != before)
     reserved = blue.reserve_there(chain("z"))
     assert [(e.tier, e.segment_id in before) for e in reserved.extents] == [(Tier.HBM, False)]
+
+
+def test_a_report_about_a_copy_that_cannot_be_read_is_answered(node: Node, machine: FakeCuda) -> None:
+    engine, hashes = device_engine(node), chain(*"ab")
+    engine.put_there(hashes)
+    acquired = engine.acquire(hashes)
+    assert acquired.lease is not None
+    machine.lose(0)
+    report = [LeaseRelease(acquired.lease.token, (), (BadBlock(0, 0, 1),))]
+    done = node.run(node.cache.release(engine.tenant, engine.session.session_id, report))
+    assert done == (1, 0)
+    until(node, lambda: is_off(node))
+    assert engine.hits(hashes) == 0

@@ -133,14 +133,21 @@ class HbmTier:
         if short > 0:
             self._room.evict(Tier.HBM, pool, short)
         slots = table.allocate(pool, count, after)
-        if len(slots) < count:
+        if len(slots) < count and self._pool(pool)[1] <= table.segment_bytes:
             self.hungry[pool] = None
         return slots
+
+    def _pool(self, pool: int) -> tuple[str, int]:
+        """(tenant, bytes of a slot) of a pool."""
+        found = self._state.catalog.namespaces.pool_of(pool)
+        return found.tenant, found.slot_bytes
 
     def _assign(self, pool: int) -> bool:
         """Gives the pool a segment that serves nobody and holds no other tenant's bytes."""
         table = self._state.catalog.slots[Tier.HBM]
-        tenant = self._state.catalog.namespaces.pool_of(pool).tenant
+        tenant, slot_bytes = self._pool(pool)
+        if slot_bytes > table.segment_bytes:
+            return False
         for segment in table.unassigned():
             if (
                 self.medium.is_present(segment)
@@ -148,7 +155,6 @@ class HbmTier:
                 and self._former_tenant[segment] in {None, tenant}
             ):
                 self._former_tenant[segment] = tenant
-                slot_bytes = self._state.catalog.namespaces.pool_of(pool).slot_bytes
                 table.assign(segment, pool, slot_bytes, self.segment_ids[segment])
                 return True
         return False
@@ -165,7 +171,7 @@ class HbmTier:
 
     async def _free_one_for(self, pool: int) -> None:
         table = self._state.catalog.slots[Tier.HBM]
-        tenant = self._state.catalog.namespaces.pool_of(pool).tenant
+        tenant, _ = self._pool(pool)
         for segment in range(table.segment_count):
             foreign = self._former_tenant[segment] not in {None, tenant}
             if foreign and self._open_elsewhere(segment):
@@ -270,7 +276,8 @@ class HbmTier:
             slots = slots[table.state[slots] == SlotState.RESIDENT][:DROP_BLOCK_COUNT]
             if len(slots):
                 self._drop(table.row[slots])
-            await asyncio.sleep(0)
+            # What is still being written ends by itself, and is dropped then.
+            await asyncio.sleep(0 if len(slots) else TICK_INTERVAL_S)
 
     def _drop(self, rows: Rows) -> None:
         kept = self._kept_elsewhere(rows)

@@ -19,22 +19,25 @@ class Verifier:
         """Whether the slot's bytes match their checksum. The caller holds a lease on the slot.
 
         A slot whose block was forgotten meanwhile has nothing to be compared
-        with, and counts as good.
+        with, and counts as good; so does one that its medium cannot read.
         """
         table = self._state.catalog.slots[tier]
         row = int(table.row[slot])
         if row == NO_ROW:
             return True
         extent = table.extents(np.array([slot], dtype=np.uint32), None)[0]
-        result = await self._state.movers.run(
-            VerifyJob(
-                source=self._state.media[tier],
-                segment_index=table.segment_of(slot),
-                offset_bytes=extent.offset_bytes,
-                stride_bytes=extent.stride_bytes,
-                block_bytes=spec.kv_groups[kv_group].block_bytes,
-                checksums=self._state.catalog.columns.checksum[row : row + 1].copy(),
-                algorithm=spec.checksum_algorithm,
-            )
+        job = VerifyJob(
+            source=self._state.media[tier],
+            segment_index=table.segment_of(slot),
+            offset_bytes=extent.offset_bytes,
+            stride_bytes=extent.stride_bytes,
+            block_bytes=spec.kv_groups[kv_group].block_bytes,
+            checksums=self._state.catalog.columns.checksum[row : row + 1].copy(),
+            algorithm=spec.checksum_algorithm,
         )
+        try:
+            result = await self._state.movers_of(tier).run(job)
+        except OSError:
+            # A medium that cannot be read is given up as a whole; that says nothing of this copy.
+            return True
         return not bool(result.bad[0])
