@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from prefixd_server.base.views import TierView
 from prefixd_server.policy.cost import RecomputeCost
-from prefixd_server.policy.importance import ImportancePolicy
+from prefixd_server.policy.importance import NEVER, ImportancePolicy
 from prefixd_server.policy.lru import LruPolicy
-from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.policy.policy import Policy
 from prefixd_server.policy.signals import Signal
 from prefixd_server.simulate.replay import Replay
 from prefixd_server.simulate.study import capacity_of
@@ -36,18 +35,16 @@ CASES = {
 class AdmittingAll(ImportancePolicy):
     """Stores every new block, whatever has to go for it."""
 
-    def victims_for(
-        self, view: TierView, block_count: int, history: int, now: float, rng: np.random.Generator
-    ) -> Victims:
+    def ceiling_for_new(self, history: int, depth: int = 0) -> float:
         """See ImportancePolicy."""
-        del history
-        return self.victims(view, block_count, now, rng)
+        del history, depth
+        return NEVER
 
 
 def by_cost(trace: Trace) -> ImportancePolicy:
     """Importance x the cost of recomputing the node's deepest block."""
     cost = RecomputeCost(1.0, trace.block_tokens)
-    return ImportancePolicy(weight=lambda view, nodes: cost.seconds(view.tail_depths(nodes)))
+    return ImportancePolicy(weight=cost.seconds)
 
 
 def without(*ignored: Signal) -> Callable[[Trace], Policy]:

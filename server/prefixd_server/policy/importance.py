@@ -63,8 +63,8 @@ PREFILL_MAX_S = 60.0
 """Blocks that are stored so long after their request began are taken to be of another, unknown one."""
 NEVER = float("inf")
 
-Weight = Callable[[TierView, Nodes], NDArray[np.float64]]
-"""delta_T of the deepest block of each node, in any one unit."""
+Weight = Callable[[NDArray[np.integer]], NDArray[np.float64]]
+"""delta_T of blocks with so many blocks before them, in any one unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +199,29 @@ class ImportancePolicy:
         return self.victims_below(view, block_count, NEVER, now, rng)
 
     def victims_for(
-        self, view: TierView, block_count: int, history: int, now: float, rng: np.random.Generator
+        self,
+        view: TierView,
+        block_count: int,
+        history: int,
+        now: float,
+        rng: np.random.Generator,
+        depth: int = 0,
     ) -> Victims:
         """Victims that are worth less than new blocks of this history: admission and eviction in one.
 
         The caller stores as many new blocks as it has free slots and victims, the first of the run first.
-        """
-        return self.victims_below(view, block_count, self.ceiling_for_new(history), now, rng)
 
-    def ceiling_for_new(self, history: int) -> float:
+        Args:
+            depth: blocks before the first new one; decides where importance is weighed by it.
+        """
+        return self.victims_below(view, block_count, self.ceiling_for_new(history, depth), now, rng)
+
+    def ceiling_for_new(self, history: int, depth: int = 0) -> float:
         """What new blocks of this history displace is worth less than this."""
-        return ceiling_for(self._index_at(history, RUNNING, 0.0))
+        worth = self._index_at(history, RUNNING, 0.0)
+        if self._weight is not None:
+            worth *= float(self._weight(np.array([depth]))[0])
+        return ceiling_for(worth)
 
     def victims_for_node(
         self, view: TierView, block_count: int, node: int, now: float, rng: np.random.Generator
@@ -261,7 +273,7 @@ class ImportancePolicy:
         places += np.multiply(view.output_class.take(at), AGE_BUCKET_COUNT, dtype=np.intp)
         scores = self.hazards.index.take(places)
         if self._weight is not None:
-            scores *= self._weight(view, nodes)
+            scores *= self._weight(view.tail_depths(nodes))
         idle *= -TIE_BREAK_PER_S
         idle += 1.0
         scores *= idle
@@ -272,7 +284,7 @@ class ImportancePolicy:
         idle = now - float(view.last_use[node])
         score = self._index_at(int(view.gap_class[node]), int(view.output_class[node]), idle)
         if self._weight is not None:
-            score *= float(self._weight(view, np.array([node], dtype=np.int32))[0])
+            score *= float(self._weight(view.tail_depths(np.array([node], dtype=np.int32)))[0])
         return score * (1.0 - TIE_BREAK_PER_S * idle)
 
     def _index_at(self, history: int, reply: int, idle_s: float) -> float:

@@ -82,7 +82,7 @@ class Replay(ReplayState):
         parent = int(rows[-1]) if len(rows) else NO_ROW
         nodes: list[Nodes] = []
         for part in self.rest(run, len(rows), access):
-            admitted = self._admitted(part, now)
+            admitted = self._admitted(part, parent, now)
             if len(admitted.ids) == 0:
                 break
             stored, made = self.add(admitted, parent, now)
@@ -99,20 +99,21 @@ class Replay(ReplayState):
                 break
         return nodes
 
-    def _admitted(self, part: Part, now: float) -> Part:
+    def _admitted(self, part: Part, parent: int, now: float) -> Part:
         """Makes room for the part: as much of its beginning as the policy gives room to."""
         short = len(part.ids) - (self.capacity_blocks - self.columns.count)
         if short > 0:
-            self._evict(self._victims(short, part.history, now))
+            self._evict(self._victims(short, part.history, parent, now))
             free = self.capacity_blocks - self.columns.count
             if free < len(part.ids):
                 return Part(part.ids[:free], part.history)
         return part
 
-    def _victims(self, count: int, history: int, now: float) -> Victims:
+    def _victims(self, count: int, history: int, parent: int, now: float) -> Victims:
         if self.learner is None:
             return self.policy.victims(self.view, count, now, self.rng)
-        return self.learner.victims_for(self.view, count, history, now, self.rng)
+        depth = self.columns.mv.depth[parent] + 1 if parent != NO_ROW else 0
+        return self.learner.victims_for(self.view, count, history, now, self.rng, depth)
 
     def _evict(self, victims: Victims) -> None:
         gone = []
