@@ -8,7 +8,7 @@ from prefixd_server.base.types import NO_ROW, StopReason, Tier
 from prefixd_server.policy.importance import SCAN_COUNT_MAX, ImportancePolicy
 from prefixd_server.policy.learning import LearningPolicy
 from prefixd_server.policy.lru import LruPolicy
-from prefixd_server.policy.signals import NO_GAP, gap_code, history_byte, reply_byte
+from prefixd_server.policy.signals import NO_GAP, Signal, gap_code, history_byte, reply_byte
 
 from tests.support.forest import Forest
 
@@ -92,3 +92,25 @@ def test_the_signals_of_a_node_are_told_in_words() -> None:
     assert told["reply"] == "16 to 128 tokens"
     assert told["stop"] == "tool use"
     assert told["idle"] == "12.0 s"
+
+
+def test_with_a_cost_new_blocks_are_weighed_by_their_own_depth() -> None:
+    view, rng = view_of(forest_of(10)), np.random.default_rng(1)
+    policy = ImportancePolicy(weight=lambda depths: 1.0 + depths.astype(np.float64))
+    new = history_byte(NO_GAP, reused=False)
+    policy.hazards.index[:] = 1.0
+    # Leaves end at depth 2, so each is worth three times a new first block.
+    assert policy.victims_for(view, 9, new, 50.0, rng) == []
+    assert policy.victims_for(view, 9, new, 50.0, rng, depth=4)
+
+
+def test_signals_that_are_ignored_tell_nothing_apart() -> None:
+    policy = ImportancePolicy(ignored=tuple(Signal))
+    hazards = policy.hazards
+    known = np.full(500, history_byte(gap_code(20.0), reused=True) * 24 + reply_byte(50, StopReason.TOOL_USE))
+    hazards.observe_reuses(known, np.full(500, 3))
+    hazards.observe_exposure(known, np.full(500, 3), np.full(500, 9.0))
+    hazards.rebuild(1.0)
+    index = hazards.index.reshape(-1, 56)
+    assert np.allclose(index, index[0])
+    assert not np.allclose(ImportancePolicy().hazards.index.reshape(-1, 56)[0], index[0])
