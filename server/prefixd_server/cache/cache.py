@@ -24,6 +24,7 @@ from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
+from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -58,6 +59,7 @@ class Cache:
         hbm: HbmPlacement | None,
         migration: Migration,
         prefetching: Prefetching,
+        readiness: Readiness,
         companions: Companions,
         watchers: Watchers,
         explaining: Explaining,
@@ -80,6 +82,9 @@ class Cache:
         self.prefetching = prefetching
         self.prefetch = prefetching.ask
         self.cancel_prefetches = prefetching.cancel
+        self.readiness = readiness.of
+        self.ready_after_s = readiness.ready_after_s
+        self.prefetch_status = readiness.status
         self.lookup = reading.lookup
         self.wait_for = reading.wait_for
         self.acquire = reading.acquire

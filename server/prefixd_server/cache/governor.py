@@ -11,6 +11,7 @@ Copies are governed, not their planning: what is to be copied is the scheduler's
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias
@@ -91,11 +92,11 @@ class Governor:
 
     def factor(self) -> float:
         """What the engines' pace leaves of the background's share, 0 to 1."""
-        return self._pace.factor(_now())
+        return self._pace.factor(loop_time())
 
     def demand_share(self) -> float:
         """Part of the last second's time in which demand was under way, 0 to 1."""
-        return self.demand_busy.busy_share(_now(), RATE_S)
+        return self.demand_busy.busy_share(loop_time(), RATE_S)
 
     def estimate_s(self, size_bytes: int, direction: str) -> float | None:
         """When bytes that are asked for now will have arrived; None while the rate is not known."""
@@ -108,7 +109,7 @@ class Governor:
 
     def stats(self) -> LinkStats:
         """For people."""
-        now = _now()
+        now = loop_time()
         return LinkStats(
             name=self.name,
             demand_bytes=self.bytes_by_urgency[Urgency.DEMAND],
@@ -139,7 +140,7 @@ class Governor:
 
     @contextmanager
     def _under_way(self, urgency: Urgency, size_bytes: int, direction: str) -> Iterator[None]:
-        began = _now()
+        began = loop_time()
         rate = self._rate(direction)
         rate.begin(began)
         self._ahead_bytes[direction] = self._ahead_bytes.get(direction, 0) + size_bytes
@@ -149,7 +150,7 @@ class Governor:
         try:
             yield
         finally:
-            ended = _now()
+            ended = loop_time()
             rate.end(ended, size_bytes)
             self._ahead_bytes[direction] -= size_bytes
             self.bytes_by_urgency[urgency] += size_bytes
@@ -162,7 +163,7 @@ class Governor:
 
     def _pump(self) -> None:
         """Gives turns to whom they are due; looks again when the next may be."""
-        now = _now()
+        now = loop_time()
         for entry in sorted(self._waiting, key=lambda entry: entry[0].urgency):
             errand, turn, size_bytes = entry
             if turn.done():  # whoever waited was cancelled, and is about to notice
@@ -207,5 +208,9 @@ class Governor:
         return self._rates.setdefault(direction, LinkRate())
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def loop_time() -> float:
+    """The running loop's time; outside of one, the clock that loops go by."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

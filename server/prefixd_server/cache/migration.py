@@ -6,14 +6,12 @@ waits for a turn (governor.py).
 
 from __future__ import annotations
 
-import asyncio
-
 from prefixd_server.base.config import MigrationConfig
 from prefixd_server.base.traffic import Traffic, TransferCount
 from prefixd_server.base.types import Tier
 from prefixd_server.base.work import Reason
 from prefixd_server.cache.conservative import ConservativeMode, Setting
-from prefixd_server.cache.governor import Governor
+from prefixd_server.cache.governor import Governor, loop_time
 from prefixd_server.cache.pace import Pace
 from prefixd_server.cache.state import State
 
@@ -40,7 +38,7 @@ class Migration:
 
     def observe(self) -> bool:
         """Measures the pressures; whether background copies may begin now."""
-        now = _now()
+        now = loop_time()
         pressures = {
             f"demand on the {governor.name} link": governor.demand_share()
             for governor in self.governors.values()
@@ -52,15 +50,15 @@ class Migration:
 
     def set_conservative(self, setting: Setting) -> None:
         """The operator's word."""
-        self.mode.set(setting, _now())
+        self.mode.set(setting, loop_time())
 
     def decoded(self, latency_s: float) -> None:
         """An engine reports the decode latency of a reply, seconds per token."""
-        self.pace.observe(latency_s, _now())
+        self.pace.observe(latency_s, loop_time())
 
     def keep_quiet(self, instance_id: str, span_s: float) -> None:
         """An engine wants no background copies for a time; 0 ends its earlier wish."""
-        self.pace.keep_quiet(instance_id, span_s, _now())
+        self.pace.keep_quiet(instance_id, span_s, loop_time())
 
     def count(self, reason: Reason, block_count: int, size_bytes: int) -> None:
         """A transfer was published."""
@@ -74,7 +72,7 @@ class Migration:
 
     def traffic(self) -> Traffic:
         """For people; prefetches are added by who knows them."""
-        now = _now()
+        now = loop_time()
         mode = self.mode
         return Traffic(
             links=tuple(governor.stats() for governor in self.governors.values()),
@@ -93,7 +91,3 @@ class Migration:
         counts = table.counts()
         held = counts.reserved + counts.quarantined + table.leased_count
         return held / counts.total if counts.total else 0.0
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

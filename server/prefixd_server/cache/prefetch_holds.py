@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.traffic import PrefetchCounters
-from prefixd_server.base.types import Slots, Tier
+from prefixd_server.base.types import NO_SLOT, Slots, Tier
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import CopiesLeased, CopiesReleased
 
@@ -75,6 +75,10 @@ class PrefetchHolds:
         if len(used):
             self._unused[used] = False
             self.counters.used_bytes += self._bytes_of(used)
+
+    def unused_count(self, slots: Slots) -> int:
+        """Of these slots, NO_SLOT among them, those that were brought and that no engine has leased yet."""
+        return int(self._unused[slots[slots != NO_SLOT]].sum())
 
     def check(self) -> list[str]:
         """The identity above, and that what waits is held; what is wrong, in words."""

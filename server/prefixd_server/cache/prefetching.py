@@ -94,7 +94,8 @@ class Prefetching:
         """By (namespace number, length of the run), then by its last hash."""
         self._next_number = 0
         self._may_bring = False
-        self._under_way_bytes = 0
+        self._coming: dict[int, int] = {}
+        """Blocks under way, by pool: they will be held."""
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Prefetching:
             for prefetch in self._all.values()
             if not prefetch.complete and not prefetch.under_way and prefetch.retry_at <= now
         ]
-        for number, count in plan(wanted, WINDOW_BYTES - self._under_way_bytes, bytes_per_s, now):
+        for number, count in plan(wanted, WINDOW_BYTES - self._coming_bytes(), bytes_per_s, now):
             self._advance(self._all[number], count)
 
     def _advance(self, prefetch: Prefetch, count: int) -> None:
@@ -223,7 +224,7 @@ class Prefetching:
             cold = rows[held:]
             stuck &= len(cold) == 0 or self._state.catalog.columns.slot[Tier.NVME][cold[0]] == NO_SLOT
             if len(cold) and self._may_bring and self._transfers is not None:
-                moved |= self._bring(prefetch, part, cold[: self.holds.room(self._pool(prefetch, part))])
+                moved |= self._bring(prefetch, part, cold[: self._room(self._pool(prefetch, part))])
         complete = min(prefetch.counts.values()) == len(prefetch.hashes)
         prefetch.complete = complete or (not moved and stuck)
         if not moved:
@@ -260,8 +261,8 @@ class Prefetching:
         begun = begun[begun != NO_SLOT]
         if not waits:
             return False
-        size_bytes = len(begun) * prefetch.namespace.spec.kv_groups[part[1]].slot_bytes
-        self._under_way_bytes += size_bytes
+        pool = self._pool(prefetch, part)
+        self._coming[pool] = self._coming.get(pool, 0) + len(begun)
         prefetch.under_way += 1
         left = len(waits)
 
@@ -269,13 +270,21 @@ class Prefetching:
             nonlocal left
             left -= 1
             if left == 0:
-                self._under_way_bytes -= size_bytes
+                self._coming[pool] -= len(begun)
                 prefetch.under_way -= 1
                 self._arrived(prefetch, part, len(rows), begun, errand.urgency is Urgency.DEMAND)
 
         for wait in waits:
             wait.add_done_callback(arrived)
         return True
+
+    def _room(self, pool: int) -> int:
+        """Blocks that may be brought beside those that are held and those that come."""
+        return max(0, self.holds.room(pool) - self._coming.get(pool, 0))
+
+    def _coming_bytes(self) -> int:
+        pools = self._state.catalog.namespaces
+        return sum(count * pools.pool_of(pool).slot_bytes for pool, count in self._coming.items())
 
     def _arrived(self, prefetch: Prefetch, part: Part, count: int, begun: Slots, awaited: bool) -> None:
         """Holds what has come, right after it was published, before anybody who waits for it goes on.

@@ -196,6 +196,11 @@ class Reading:
             self._endings.release_shards(lease, shards)
         return released, confirmed
 
+    def find(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> Found:
+        """The run as every engine of the node could read it."""
+        namespace = self._state.catalog.namespaces.get(tenant, ref)
+        return self._find(namespace, hashes, namespace.spec.parts)
+
     def find_one(self, namespace: Namespace, shard: int, kv_group: int, hashes: Hashes) -> Found:
         """The run as one shard and KV group has it."""
         return self._find(namespace, hashes, [(shard, kv_group)])

@@ -12,7 +12,7 @@ from prefixd.v1 import cache_service_pb2 as wire
 
 from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import InvalidRequest
-from prefixd_server.base.types import Hashes, NamespaceRef, NamespaceSpec
+from prefixd_server.base.types import Hashes, NamespaceRef, NamespaceSpec, Tier
 from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc import answers, checks, requests
 from prefixd_server.rpc.namespace_spec import spec_from_wire
@@ -51,7 +51,9 @@ class CacheService:
         """Tells what would hit."""
         ref, spec = self._namespace(request)
         run = checks.run(request, spec.hash_bytes)
-        return answers.lookup(self._cache.lookup(self._tenant, ref, run))
+        found = self._cache.lookup(self._tenant, ref, run)
+        unread = found.pending_count or any(tier is Tier.NVME for tier, _ in found.hits)
+        return answers.lookup(found, self._cache.readiness(self._tenant, ref, run) if unread else ())
 
     async def acquire(self, request: wire.AcquireRequest) -> wire.AcquireResponse:
         """Leases the longest resident prefix, after waiting for what is on its way if asked to."""
@@ -71,7 +73,8 @@ class CacheService:
             checks.span_s(request, "ttl"),
             checks.utf8("request_id", request.request_id, requests.NAME_BYTES_MAX),
         )
-        return answers.acquired(acquired, self._cache.boot_id)
+        after_s = self._cache.ready_after_s(self._tenant, ref, run) if acquired.run.pending_count else None
+        return answers.acquired(acquired, self._cache.boot_id, after_s)
 
     def redeem(self, request: wire.RedeemRequest) -> wire.RedeemResponse:
         """Tells a worker the extents of its shard."""
@@ -154,17 +157,39 @@ class CacheService:
         finally:
             await source.aclose()
 
+    def prefetch(self, request: wire.PrefetchRequest) -> wire.PrefetchResponse:
+        """Has runs brought before they are asked for."""
+        session_id = requests.session_id(request.session_id)
+        requests.prefetch_target(request.target_tier)
+        runs = requests.prefetch_runs(request.runs, self._spec_of)
+        tokens = self._cache.prefetch(self._tenant, session_id, runs)
+        statuses = [
+            self._cache.prefetch_status(self._tenant, run.namespace, run.hashes, token)
+            for token, run in zip(tokens, runs, strict=True)
+        ]
+        return wire.PrefetchResponse(runs=[answers.prefetch_status(status) for status in statuses])
+
+    def cancel_prefetch(self, request: wire.CancelPrefetchRequest) -> wire.CancelPrefetchResponse:
+        """Lets prefetches go."""
+        session_id, tokens = requests.session_id(request.session_id), requests.tokens(request.prefetch_ids)
+        count = self._cache.cancel_prefetches(self._tenant, session_id, tokens)
+        return wire.CancelPrefetchResponse(cancelled_count=count)
+
     def report_usage(self, request: wire.ReportUsageRequest) -> wire.ReportUsageResponse:
         """Takes reports about requests."""
         session_id = requests.session_id(request.session_id)
-        reports = requests.reports(request.reports, lambda ref: self._cache.spec_of(self._tenant, ref))
+        quiet_s = checks.span_s(request, "quiet_period", allow_zero=True)
+        reports = requests.reports(request.reports, self._spec_of, allow_none=quiet_s is not None)
         return wire.ReportUsageResponse(
-            accepted_count=self._cache.report_usage(self._tenant, session_id, reports)
+            accepted_count=self._cache.report_usage(self._tenant, session_id, reports, quiet_s)
         )
+
+    def _spec_of(self, ref: NamespaceRef) -> NamespaceSpec:
+        return self._cache.spec_of(self._tenant, ref)
 
     def _namespace(self, request: requests.NamesNamespace) -> tuple[NamespaceRef, NamespaceSpec]:
         ref = requests.namespace_ref(request.namespace)
-        return ref, self._cache.spec_of(self._tenant, ref)
+        return ref, self._spec_of(ref)
 
 
 def _parent(value: bytes, spec: NamespaceSpec) -> Hashes | None:
