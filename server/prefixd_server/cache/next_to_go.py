@@ -23,7 +23,10 @@ from prefixd_server.policy.policy import DaemonPolicy, Victims
 
 CHOICE_BLOCK_COUNT_MAX = 256
 """Blocks chosen in one step, about a millisecond of the loop."""
-SWEEP_COUNT_MAX = 64
+CHOICE_SHARE_MIN = 1 / 16
+CHOICE_BLOCK_COUNT_MIN = 128
+"""A line that is short by less than this part of it, and this many blocks, waits: a choice has its price."""
+SWEEP_COUNT_MAX = 16
 """Nodes in line that are looked at in one step."""
 
 
@@ -70,8 +73,9 @@ class NextToGo:
                 line.append(entry)
             else:
                 self._leave(pool, entry)
-        short = min(block_count - self.block_count(pool), CHOICE_BLOCK_COUNT_MAX)
-        if short > 0:
+        short = block_count - self.block_count(pool)
+        if short > 0 and short >= min(CHOICE_BLOCK_COUNT_MIN, CHOICE_SHARE_MIN * block_count):
+            short = min(short, CHOICE_BLOCK_COUNT_MAX)
             for node, count in self._victims(pool, short):
                 entry = Entry(node, self._last_use(node), count, self._is_stored(node, count))
                 self._in_line[node] = True

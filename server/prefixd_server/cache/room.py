@@ -20,7 +20,8 @@ from prefixd_server.policy.learning import LearningPolicy
 from prefixd_server.policy.policy import Victims
 
 EVICTION_SLACK_SHARE = 1 / 64
-"""Part of a pool that one eviction frees beyond what is needed: later runs find contiguous room."""
+EVICTION_SLACK_COUNT_MAX = 64
+"""What one eviction frees beyond need, so that later runs find contiguous room: part of a pool, blocks."""
 RECLAIM_BLOCK_COUNT = 512
 """Blocks of a dropped namespace that are forgotten in one step."""
 
@@ -79,7 +80,7 @@ class Room:
     def _make_room(self, pool: int, count: int, newcomers: Newcomers | None) -> None:
         """Evicts for `count` blocks and a little more; at any price where a slower tier has what goes."""
         table = self._state.catalog.slots[Tier.DRAM]
-        slack = int(table.slot_count(pool) * EVICTION_SLACK_SHARE)
+        slack = min(int(table.slot_count(pool) * EVICTION_SLACK_SHARE), EVICTION_SLACK_COUNT_MAX)
         if newcomers is None or Tier.NVME in self._state.catalog.slots:
             self.evict(Tier.DRAM, pool, count - table.free_count(pool) + slack)
             return
