@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,18 +71,27 @@ class DiskSimulation:
 
     def run(self, steps: int) -> None:
         """A whole story; AssertionError when something is wrong."""
-        try:
-            self.loop.run_until_complete(self._live(steps))
-        finally:
-            self.loop.close()
+
+        async def story() -> None:
+            for _ in range(steps):
+                await self._step()
+                self._check()
+
+        self.tell(story)
 
     # -- the story -----------------------------------------------------------------------------
 
-    async def _live(self, steps: int) -> None:
+    def tell(self, story: Callable[[], Awaitable[None]]) -> None:
+        """As run(), with this story in the place of random steps."""
+        try:
+            self.loop.run_until_complete(self._around(story))
+        finally:
+            self.loop.close()
+
+    async def _around(self, story: Callable[[], Awaitable[None]]) -> None:
         await self._start()
-        for _ in range(steps):
-            await self._step()
-            self._check()
+        await story()
+        self._check()
         self.files.forget_plans()
         self.files.replace_sectors()
         await self._heal()

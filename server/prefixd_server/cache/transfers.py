@@ -19,14 +19,14 @@ import structlog
 from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
+from prefixd_server.base.types import NO_SLOT, Hashes, Rows, Slots, SlotState, Tier
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.copying import Batch, Copied, Copier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
-from prefixd_server.cache.worth import by_worth
+from prefixd_server.cache.worth import Parts, by_worth
 from prefixd_server.cache.write_budget import Booking
 from prefixd_server.catalog.events import (
     CopiesLeased,
@@ -71,13 +71,21 @@ class Transfers:
     # -- demotion ------------------------------------------------------------------------------
 
     def begin_demotion(self, rows: Rows) -> asyncio.Task[int]:
-        """demote() as a task that ends by itself; its rows are `claimed` until then."""
+        """demote() as a task that ends by itself; its rows are `claimed` until then.
+
+        From here on blocks go by their keys: until the task takes its first step, a row may have come
+        to serve another block, of another namespace.
+        """
         claims = set(rows.tolist())
         self.claimed |= claims
+        columns = self._state.catalog.columns
+        space = int(columns.space[rows[0]])
+        rows, parts = by_worth(self._state, rows)
+        keys = columns.key[rows].copy()
 
         async def work() -> int:
             try:
-                return await self.demote(rows)
+                return await self.demote(space, keys, parts)
             except PrefixdError as error:
                 log.warning("a demotion was given up", reason=str(error))
                 return 0
@@ -92,19 +100,20 @@ class Transfers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def demote(self, rows: Rows) -> int:
-        """Copies blocks of one space from DRAM to NVMe, durably; parents first. Blocks published."""
+    async def demote(self, space: int, keys: Hashes, parts: Parts) -> int:
+        """Copies blocks of one space from DRAM to NVMe, durably; parents first. Blocks published.
+
+        Args:
+            parts: of the keys, in their order.
+        """
         catalog = self._state.catalog
-        namespace, shard, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
+        namespace, shard, group = catalog.namespaces.owner(space)
         slot_bytes = namespace.spec.kv_groups[group].slot_bytes
-        rows, parts = by_worth(self._state, rows)
         booking, spent = Booking(0, 0), 0
         slots = np.zeros(0, dtype=np.uint32)
-        keys = catalog.columns.key[rows].copy()
-        space = int(catalog.columns.space[rows[0]])
         try:
             pool = catalog.namespaces.pool(namespace.tenant, slot_bytes)
-            booking = await self._nvme.budget.book(len(rows) * slot_bytes, slot_bytes)
+            booking = await self._nvme.budget.book(len(keys) * slot_bytes, slot_bytes)
             slots = await self._nvme.allocate(pool, parts, booking.unit_count)
             # Making room may have taken its time: what is still to be written?
             rows = self._demotable(catalog.find(space, keys[: len(slots)]))

@@ -68,6 +68,10 @@ class IndexCounters:
     rebuilds: int = 0
 
 
+def _for_want_of_room(fault: Exception | None) -> bool:
+    return isinstance(fault, IndexUnavailable) and fault.disk_full
+
+
 async def _end(line: Line | None, tasks: list[asyncio.Task[None]]) -> None:
     """Leaves nothing behind of an index process."""
     for task in tasks:
@@ -119,6 +123,8 @@ class Index:
         self._keeper: asyncio.Task[None] | None = None
         self._refusal: ConfigError | None = None
         self._reason_told = ""
+        self._fault: Exception | None = None
+        """What led to the state; None for READY."""
         self.state = IndexState.STARTING
         self.reason = ""
         """Why the state is what it is; empty when there is nothing to say."""
@@ -239,7 +245,9 @@ class Index:
 
     def _require_ready(self) -> Line:
         if self._line is None or self.state is not IndexState.READY:
-            raise IndexUnavailable(self.reason or f"the index is {self.state.value}")
+            raise IndexUnavailable(
+                self.reason or f"the index is {self.state.value}", disk_full=_for_want_of_room(self._fault)
+            )
         return self._line
 
     def _break(self, error: Exception) -> None:
@@ -247,7 +255,7 @@ class Index:
         if self._broken is not None and not self._broken.done():
             self._broken.set_result(error)
             self._line = None
-            self.state, self.reason = IndexState.FAULTED, str(error)
+            self.state, self.reason, self._fault = IndexState.FAULTED, str(error), error
 
     # -- keeping it alive ----------------------------------------------------------------------
 
@@ -331,7 +339,7 @@ class Index:
         self._break(IndexUnavailable(f"the index process ended (status {status})"))
 
     async def _move(self, state: IndexState, fault: Exception | None) -> None:
-        self.state, self.reason = state, "" if fault is None else str(fault)
+        self.state, self.reason, self._fault = state, "" if fault is None else str(fault), fault
         # Once per outage and reason: it is started again every few seconds.
         if state is IndexState.FAULTED and self.reason != self._reason_told:
             _log.error("index unavailable", reason=self.reason)
