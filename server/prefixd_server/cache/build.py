@@ -31,7 +31,6 @@ from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
-from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -118,7 +117,7 @@ def build_cache(
     copier = Copier(state, bad_copies, migration.governors)
     hbm = None
     if device is not None:
-        hbm = _hbm_placement(config, state, sessions, endings, room, device, copier)
+        hbm = _hbm_placement(config, state, sessions, endings, room, device, copier, migration)
     nvme = transfers = None
     if medium is not None:
         room.next_to_go = NextToGo(state)
@@ -151,7 +150,6 @@ def build_cache(
         hbm=hbm,
         migration=migration,
         prefetching=prefetching,
-        readiness=Readiness(state, migration, reading),
         watchers=watchers,
         explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
@@ -244,12 +242,13 @@ def _hbm_placement(
     room: Room,
     medium: HbmMedium,
     copier: Copier,
+    migration: Migration,
 ) -> HbmPlacement:
     """The tier over its memory, with movers of its own."""
     state.device = Movers(HBM_MOVER_COUNT, config.movers.queue_limit)
     state.media[Tier.HBM] = medium
     tier = HbmTier(state, sessions, endings, room, medium, state.device)
-    return HbmPlacement(state, tier, HbmTransfers(state, room, tier, copier))
+    return HbmPlacement(state, tier, HbmTransfers(state, room, tier, copier, migration), migration)
 
 
 def _open_nvme(config: Config, clock: Clock, files: Files | None) -> NvmeMedium | None:

@@ -18,6 +18,7 @@ from prefixd_server.base.types import NO_SLOT, Hashes, Rows, Tier
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.hbm_tier import HbmState, HbmTier
 from prefixd_server.cache.hbm_transfers import HbmTransfers
+from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.sessions import Session
 from prefixd_server.cache.state import State
 from prefixd_server.policy.placement import Watermarks, demotion_count
@@ -38,8 +39,9 @@ log = structlog.get_logger(__name__)
 class HbmPlacement:
     """See the module. Owned by the event loop."""
 
-    def __init__(self, state: State, tier: HbmTier, transfers: HbmTransfers) -> None:
+    def __init__(self, state: State, tier: HbmTier, transfers: HbmTransfers, migration: Migration) -> None:
         self._state = state
+        self._migration = migration
         self.tier = tier
         self.transfers = transfers
         self._candidates: deque[tuple[int, Hashes]] = deque(maxlen=CANDIDATE_COUNT_MAX)
@@ -85,6 +87,10 @@ class HbmPlacement:
     def tick(self) -> None:
         """Starts what may be under way now: room first, then promotions."""
         if self.tier.state is not HbmState.READY:
+            self._candidates.clear()
+            return
+        if not self._migration.background_may_begin:
+            # What is shared is asked for again; what HBM alone holds may be lost, as in any shortage.
             self._candidates.clear()
             return
         for pool in range(self._state.catalog.namespaces.pool_count):

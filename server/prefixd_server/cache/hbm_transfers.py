@@ -19,6 +19,7 @@ from prefixd_server.base.types import NO_SLOT, Rows, Slots, SlotState, Tier
 from prefixd_server.base.work import Errand
 from prefixd_server.cache.copying import Batch, Copier
 from prefixd_server.cache.hbm_tier import HbmTier
+from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import (
@@ -38,11 +39,12 @@ log = structlog.get_logger(__name__)
 class HbmTransfers:
     """See the module."""
 
-    def __init__(self, state: State, room: Room, tier: HbmTier, copier: Copier) -> None:
+    def __init__(self, state: State, room: Room, tier: HbmTier, copier: Copier, migration: Migration) -> None:
         self._state = state
         self._room = room
         self._tier = tier
         self._copier = copier
+        self._migration = migration
         self._arriving: dict[tuple[Tier, int], asyncio.Future[None]] = {}
         """By target slot: done when the transfer that fills it has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,12 +109,12 @@ class HbmTransfers:
         except FAULTS as error:
             log.warning("a copy between DRAM and HBM was given up", reason=str(error))
         finally:
-            self._settle(batch, good)
+            self._settle(batch, errand, good)
             for slot in batch.target_slots.tolist():
                 self._arriving.pop((batch.target, slot), None)
             arrival.set_result(None)
 
-    def _settle(self, batch: Batch, good: NDArray[np.bool_]) -> None:
+    def _settle(self, batch: Batch, errand: Errand, good: NDArray[np.bool_]) -> None:
         """Publishes what is good and wanted; the other slots are free, unless a fault may write there."""
         slots = batch.target_slots
         rows = self._state.catalog.slots[batch.target].row[slots]
@@ -121,6 +123,9 @@ class HbmTransfers:
             kept[:] = False
         if kept.any():
             self._state.apply(CopyPublished(batch.target, rows[kept], slots[kept]))
+            count = int(kept.sum())
+            slot_bytes = self._state.catalog.slots[batch.target].slot_bytes_of(int(slots[0]))
+            self._migration.count(errand.reason, count, count * slot_bytes)
         if not kept.all():
             in_doubt = batch.target is Tier.DRAM and self._tier.medium.fault is not None
             end = CopyDetached if in_doubt else CopyAbandoned
