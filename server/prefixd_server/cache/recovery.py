@@ -175,14 +175,14 @@ class Recovery:
             self.report.orphaned += len(refused)
             return ~refused
         space = self._space(owner)
-        slots = self._adopt(owner, blocks)
+        slots = await self._adopt(owner, blocks)
         filling = _Filling(self._state, space, blocks, slots, refused, self.report)
         for first, end in _steps(blocks):
+            if self._was_dropped(owner[0]):
+                return np.ones(len(refused), dtype=np.bool_)
             filling.put(first, end)
             failpoint("recovery.step")
             await asyncio.sleep(0)
-            if self._was_dropped(owner[0]):
-                return np.ones(len(refused), dtype=np.bool_)
         return refused
 
     def _space(self, owner: Owner) -> int:
@@ -195,7 +195,7 @@ class Recovery:
             catalog.tree.add_space(space, pool)
         return space
 
-    def _adopt(self, owner: Owner, blocks: Recoverable) -> NDArray[np.int64]:
+    async def _adopt(self, owner: Owner, blocks: Recoverable) -> NDArray[np.int64]:
         """Has the segments serve the pool; the slot of each block, -1 where the segment serves another."""
         table = self._state.catalog.slots[Tier.NVME]
         slot_bytes = owner[0].spec.kv_groups[owner[2]].slot_bytes
@@ -204,6 +204,7 @@ class Recovery:
         for segment in blocks.segments:
             if table.pool_of(segment) < 0:
                 table.adopt(segment, pool, slot_bytes, segment, self._nvme.medium.generation(segment))
+                await asyncio.sleep(0)
             if table.pool_of(segment) != pool:
                 foreign.append(segment)
         if not foreign:
