@@ -31,6 +31,7 @@ from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
+from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
@@ -150,6 +151,7 @@ def build_cache(
         hbm=hbm,
         migration=migration,
         prefetching=prefetching,
+        readiness=Readiness(state, migration, reading),
         watchers=watchers,
         explaining=Explaining(state),
         namespace_count_max=config.catalog.namespace_count_max,
