@@ -12,7 +12,7 @@ from prefixd.v1 import types_pb2
 
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
 from tests.support.daemon import DaemonProcess
-from tests.support.engine_process import EngineProcess, Observer
+from tests.support.engine_process import PATIENT, EngineProcess, Observer
 from tests.support.fake_cuda import MIB, FakeCuda
 from tests.support.wire import short_directory
 
@@ -191,3 +191,13 @@ def test_a_device_without_room_leaves_dram_to_serve(socket: Path, far_machine: F
         wait_for_all_memory(seen)
         assert engine.ask("put_there", name="n", run="now there is", count=8) == 8
         assert engine.ask("tiers", name="n", run="now there is", count=8) == [["HBM", 8]]
+
+
+def test_an_engine_that_names_a_device_which_it_cannot_find_uses_dram(
+    socket: Path, far_machine: FakeCuda, observer: Observer
+) -> None:
+    options = PATIENT | {"device_uuid": "GPU-of-another-machine"}
+    with DeviceProcess(socket, far_machine) as writer, EngineProcess(socket, options=options) as blind:
+        opened(writer).ask("put", **RUN)
+        assert opened(blind).ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
+        assert hbm(observer).resident_slot_count == 0
