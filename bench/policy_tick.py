@@ -30,6 +30,7 @@ import numpy as np
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.config import LeaseConfig, MigrationConfig
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, Rows, StopReason, Tier
+from prefixd_server.cache.costs import Costs
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.scheduler import Scheduler
@@ -68,11 +69,13 @@ class Bench:
         importance = ImportancePolicy()
         self.clock = ManualClock()
         self.rng = np.random.default_rng(5)
+        catalog = Catalog(tables, 4 * block_count, 5, frozenset({Tier.NVME}))
         self.state = State(
-            catalog=Catalog(tables, 4 * block_count, 5, frozenset({Tier.NVME})),
+            catalog=catalog,
             policy=importance,
             policies={"importance": importance, "lru": LruPolicy()},
             learner=importance,
+            costs=Costs(catalog, weighs=False),
             dram=cast("Any", None),
             media={},
             movers=cast("Any", None),

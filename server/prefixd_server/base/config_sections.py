@@ -256,6 +256,12 @@ class PolicyConfig:
         "Which blocks go first: those that are least likely to be needed soon, as learned from the requests, "
         "or those unused for longest. Can be switched while the daemon runs; what is learned stays.",
     )
+    recompute_cost: bool = option(
+        False,
+        flag(),
+        "Weigh importance by what a block's last copy saves: time to compute it again, which grows with its "
+        "place in the prompt. Off: as many tokens hit as can be; on, fewer do and long prompts gain.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ class Administration:
             counters=counters,
             lease_count=state.leases.live_count(tenant),
             session_count=len(self._sessions.open_of(tenant)),
-            metadata_bytes=state.catalog.metadata_bytes,
+            metadata_bytes=state.metadata_bytes,
             block_count=self._block_count(tenant),
             draining=state.draining,
             uptime_s=state.clock.now() - self._started_at,

@@ -19,6 +19,7 @@ from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.cache import Cache
 from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.copying import Copier
+from prefixd_server.cache.costs import Costs
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
@@ -58,6 +59,7 @@ from prefixd_server.media.nvme_format import file_bytes
 from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.lru import LruPolicy
 from prefixd_server.policy.policy import DaemonPolicy
+from prefixd_server.policy.weighed import WeighedImportance
 
 log = structlog.get_logger(__name__)
 
@@ -194,13 +196,17 @@ def _state(
 ) -> State:
     """What the rooms share."""
     durable = frozenset({Tier.NVME}) & tables.keys()
-    importance = ImportancePolicy()
+    catalog = Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable)
+    costs = Costs(catalog, config.policy.recompute_cost)
+    importance = WeighedImportance(costs.weight) if config.policy.recompute_cost else ImportancePolicy()
     policies: dict[str, DaemonPolicy] = {policy.name: policy for policy in (importance, LruPolicy())}
     return State(
-        catalog=Catalog(tables, config.catalog.block_count_max, secrets.randbits(63), durable),
+        metered=[importance],
+        catalog=catalog,
         policy=policies[config.policy.name],
         policies=policies,
         learner=importance,
+        costs=costs,
         dram=dram,
         media={Tier.DRAM: dram} if nvme is None else {Tier.DRAM: dram, Tier.NVME: nvme},
         movers=movers,

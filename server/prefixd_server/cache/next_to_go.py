@@ -57,6 +57,7 @@ class NextToGo:
         """Of those in line, the ones that are not ready."""
         self._block_counts: dict[int, int] = {}
         self._chooser: DaemonPolicy | None = None
+        state.metered.append(self)
 
     # -- choosing ------------------------------------------------------------------------------
 
@@ -92,6 +93,11 @@ class NextToGo:
 
         view = self._state.catalog.tree.view(Tier.DRAM, pool, others, without=self._in_line)
         return self._state.policy.victims(view, block_count, self._state.clock.now(), self._state.rng)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory: a byte for each node that was ever there."""
+        return self._state.catalog.tree.nodes.high_water
 
     # -- asking --------------------------------------------------------------------------------
 

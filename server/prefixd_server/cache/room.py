@@ -88,7 +88,7 @@ class Room:
         for part, history, _ in newcomers.parts(count):
             placed += part
             short = placed - table.free_count(pool)
-            worth = self._state.learner.ceiling_for_new(history)
+            worth = self._state.learner.ceiling_for_new(history) * newcomers.weight
             if short > 0 and self.evict(Tier.DRAM, pool, short + slack, worth) < short:
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import Unavailable
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
+from prefixd_server.cache.costs import Costs
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.leases import LeaseTable
@@ -33,6 +35,15 @@ class BadSlot:
     witnesses: set[bytes]
 
 
+class Metered(Protocol):
+    """What holds memory for blocks or requests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        ...
+
+
 @dataclass(slots=True)
 class State:
     """The node's metadata and its collaborators."""
@@ -44,6 +55,8 @@ class State:
     """By name: those that can be switched to; each keeps what it knows meanwhile."""
     learner: LearningPolicy
     """Which is told of every request, also while another policy chooses."""
+    costs: Costs
+    """What engines tell of prefill; the learner weighs by it where that is configured."""
     dram: DramMedium
     media: dict[Tier, Medium]
     movers: Movers
@@ -62,10 +75,17 @@ class State:
     bad_slots: list[BadSlot] = field(default_factory=list)
     draining: bool = False
     retry_after_drain_s: float = 1.0
+    metered: list[Metered] = field(default_factory=list)
+    """What counts as metadata beside the catalog."""
 
     def apply(self, event: Event) -> Effect:
         """Applies one event to the catalog, now."""
         return self.catalog.apply(event, self.clock.now())
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of all metadata in use, what the policy has learned included."""
+        return self.catalog.metadata_bytes + sum(holder.nbytes for holder in self.metered)
 
     def movers_of(self, *tiers: Tier) -> Movers:
         """Who copies between these tiers."""

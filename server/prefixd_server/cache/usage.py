@@ -68,6 +68,10 @@ class Usage:
                     self._state.apply(AttentionObserved(path, report.attention_mass[: len(path)]))
         if report.phase is RequestPhase.FINISHED:
             _measure(session, report)
+            if run is not None and report.prefill_time_s:
+                computed = report.prefill_token_count
+                first = max(0, len(run) * namespace.spec.block_tokens - computed)
+                self._state.costs.measured(namespace, first, computed, report.prefill_time_s)
             if report.decode_latency_s:
                 self._migration.decoded(report.decode_latency_s)
             self._workload.ended(name, report.output_token_count, report.stop_reason)

@@ -57,6 +57,7 @@ class Workload:
     def __init__(self, state: State, watchers: Watchers) -> None:
         self._state = state
         self._watchers = watchers
+        state.metered.append(self)
         self._open: OrderedDict[RequestName, OpenRequest] = OrderedDict()
         self._with_run: deque[OpenRequest] = deque()
         """Requests whose runs were remembered, the oldest first; some have lost theirs since."""
@@ -111,6 +112,8 @@ class Workload:
         now = self._state.clock.now()
         history = 0 if above == NO_ROW else self._history_of(above)
         found = self._state.learner.newcomers(named_apart(namespace, missing), history, now)
+        depth = 0 if above == NO_ROW else int(self._state.catalog.columns.depth[above]) + 1
+        found = replace(found, weight=self._state.costs.weight_of_new(namespace, depth))
         if found.used_at is not None:
             return found
         begun = self._begun.get((namespace.number, int(missing[0, 0])), now)

@@ -80,7 +80,9 @@ class Writing:
         session = self._sessions.writer(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
         if recompute_cost_s is not None:
-            namespace.recompute_s_per_block = recompute_cost_s / len(hashes)
+            first = self._depth_below(namespace, shard, kv_group, parent) * namespace.spec.block_tokens
+            tokens = len(hashes) * namespace.spec.block_tokens
+            self._state.costs.measured(namespace, first, tokens, recompute_cost_s)
         tier = wanted if self._hbm is not None and self._hbm.serves(session) else Tier.DRAM
         admitted = self.admit(namespace, shard, kv_group, parent, hashes, tier)
         self._state.counters_of(tenant).declined += admitted.declined_count
@@ -210,6 +212,14 @@ class Writing:
         committed = (self._state.catalog.columns.flags[known] & COMMITTED) != 0
         slots = np.zeros(0, np.uint32) if slots is None else slots
         return Admitted(known, committed, tier, slots, declined, reason)
+
+    def _depth_below(self, namespace: Namespace, shard: int, kv_group: int, parent: Hashes | None) -> int:
+        """Depth of the block below `parent`; 0 for a first block, or below one that is not kept."""
+        if parent is None:
+            return 0
+        catalog = self._state.catalog
+        row = int(catalog.find(catalog.namespaces.space(namespace, shard, kv_group), parent)[0])
+        return 0 if row == NO_ROW else int(catalog.columns.depth[row]) + 1
 
     def _space(self, namespace: Namespace, shard: int, kv_group: int) -> int:
         catalog = self._state.catalog

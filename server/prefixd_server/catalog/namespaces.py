@@ -18,7 +18,6 @@ class Namespace:
     """One namespace at its current epoch. `spaces` maps (shard, kv_group) to its space.
 
     number tells it from all others of this boot, other epochs of the same name included.
-    recompute_s_per_block is the last that an engine reported.
     """
 
     tenant: str
@@ -26,7 +25,6 @@ class Namespace:
     ref: NamespaceRef
     opened_at: float
     number: int
-    recompute_s_per_block: float | None = None
     spaces: dict[tuple[int, int], int] = field(default_factory=dict)
 
 

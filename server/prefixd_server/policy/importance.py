@@ -87,12 +87,14 @@ class Newcomers:
 
     returned_count: the leading blocks that were used before and forgotten.
     used_at: when their request began, None where the sample does not tell.
+    weight: delta_T, in the unit that the policy's weight has; 1 without one.
     """
 
     history_new: int
     history_again: int
     returned_count: int
     used_at: float | None
+    weight: float = 1.0
 
     def parts(self, block_count: int) -> list[tuple[int, int, bool]]:
         """(count, history, whether they return) of the first `block_count` blocks, none of them empty."""
