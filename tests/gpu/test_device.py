@@ -110,6 +110,14 @@ def test_closing_lets_the_owner_have_its_memory_back(scene: Scene) -> None:
         scene.device.segment(7)
 
 
+def test_closing_gives_the_context_back(machine: FakeCuda) -> None:
+    before = machine.in_use_bytes()
+    device = DeviceMap(uuid_of(0))
+    assert machine.in_use_bytes() > before
+    device.close()
+    assert machine.in_use_bytes() == before
+
+
 def test_a_copy_that_never_ends_gives_the_device_up(scene: Scene) -> None:
     base, _ = scene.device.segment(7)
     with scene.machine.hanging(os.getpid()):
@@ -137,9 +145,11 @@ def test_a_pinned_segment_is_unpinned_when_it_is_retired_and_when_all_ends(scene
         scene.device.pin(segment)
         scene.device.pin(segment)
     scene.device.unpin_retired(lambda segment: segment.segment_id == 1)
-    scene.device.pin(segments[0])
-    scene.device.unpin_retired(lambda segment: segment.segment_id == 1)
+    other = DeviceMap(uuid_of(0))
+    other.pin(segments[0])
+    other.close()
     scene.device.close()
+    scene.device.unpin_retired(lambda segment: False)
     for memory in files:
         memory.close()
 
