@@ -34,7 +34,7 @@ demo: $(READY) ## two engine processes share one cache; exits 1 if a logit diffe
 test: lint ## lint, then every test (20 min at most on 2 cores)
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-crash-test: $(READY) ## the daemon killed SEEDS=200 times at random over its NVMe tier (12 min at most)
+crash-test: $(READY) ## the daemon killed SEEDS=200 times at random over its NVMe tier (14 min on busy cores)
 	@PREFIXD_CRASH_SEEDS=$(SEEDS) $(PY) -m pytest tests/crash/test_nvme_kills.py -k random $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy, import floors, buf (1 min)
