@@ -16,7 +16,13 @@ from prefixd_server.base.accounts import Counters, Stats
 from prefixd_server.base.errors import NotFound
 from prefixd_server.base.logs import route_to_standard_library
 from prefixd_server.base.metrics import Metrics
-from prefixd_server.rpc.handlers import MESSAGE_BYTES_MAX, TRANSPORT_BYTES_MAX, service_handler, snake_case
+from prefixd_server.rpc.handlers import (
+    MESSAGE_BYTES_MAX,
+    TRANSPORT_BYTES_MAX,
+    guards_of,
+    service_handler,
+    snake_case,
+)
 
 from tests.support.wire import Refusal, raw_call, refusal_of, short_directory
 
@@ -94,7 +100,9 @@ async def connected() -> AsyncIterator[Wire]:
     metrics, service = Metrics(), Scripted()
     with short_directory() as directory:
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", TRANSPORT_BYTES_MAX)])
-        server.add_generic_rpc_handlers((service_handler(SERVICE, service, "tenant", metrics),))
+        server.add_generic_rpc_handlers(
+            (service_handler(SERVICE, guards_of(SERVICE, service, "tenant", metrics)),)
+        )
         server.add_insecure_port(f"unix:{directory}/s")
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{directory}/s") as channel:
@@ -218,4 +226,4 @@ async def test_a_call_whose_deadline_passed_while_the_loop_was_busy_is_not_carri
 
 def test_a_service_that_lacks_a_method_is_noticed_at_start() -> None:
     with pytest.raises(AttributeError):
-        service_handler(SERVICE, object(), "tenant", Metrics())
+        guards_of(SERVICE, object(), "tenant", Metrics())

@@ -35,12 +35,12 @@ class Authority:
             *("-addext", "keyUsage=critical,keyCertSign", "-out", str(self.certificate)),
         )
 
-    def issue(self, name: str) -> Certificate:
-        """A certificate for localhost and 127.0.0.1, good for servers and clients."""
+    def issue(self, name: str, *, alternatives: str = "DNS:localhost,IP:127.0.0.1") -> Certificate:
+        """A certificate for localhost and 127.0.0.1, or for other alternative names; good for both ends."""
         made = Certificate(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         _openssl(
             *("req", "-x509", *_new_key(made.key), "-subj", f"/CN={name}", "-days", DAYS),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *(("-addext", f"subjectAltName={alternatives}") if alternatives else ()),
             *("-addext", "basicConstraints=critical,CA:FALSE"),
             *("-CA", str(self.certificate), "-CAkey", str(self._key), "-out", str(made.certificate)),
         )

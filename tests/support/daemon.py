@@ -43,14 +43,19 @@ async def running_daemon(
     """A daemon on the running loop; `check()` must be clean at the end.
 
     Args:
-        tenants: names of further tenants; the socket of each is <name>.sock beside the first.
+        tenants: names of further tenants, each with more of its settings or not ("bob,admin=true"); the
+            socket of each is <name>.sock beside the first.
         settings: keys with "__" for the dot, for example leases__ttl_max_s="1".
     """
     with short_directory() as directory:
         flags = SMALL | {"socket": str(directory / "p.sock")}
         flags |= {name.replace("__", "."): value for name, value in settings.items()}
         config = load_config(
-            flags=flags, tenants=[f"name={name},socket={directory / name}.sock" for name in tenants]
+            flags=flags,
+            tenants=[
+                ",".join((f"name={name}", f"socket={directory / name}.sock", *more))
+                for name, *more in (tenant.split(",") for tenant in tenants)
+            ],
         )
         daemon = Daemon(config, clock)
         await daemon.start()

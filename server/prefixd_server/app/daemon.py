@@ -22,6 +22,7 @@ from prefixd_server.base.types import Tier
 from prefixd_server.cache.build import build_cache
 from prefixd_server.cache.cache import Cache
 from prefixd_server.media.movers import Movers
+from prefixd_server.rpc.callers import Callers
 from prefixd_server.rpc.companion import Companion
 from prefixd_server.rpc.probes import ProbeServer
 from prefixd_server.rpc.seat import Seat, companion_path
@@ -151,13 +152,15 @@ class Daemon:
         )
         self._open.push_async_callback(companion.close)
         await companion.open()
-        server = self._server(Seat(tenant.name, tenant.admin, str(companion_path(socket).absolute())))
+        server = self._server((Seat(tenant.name, tenant.admin, str(companion_path(socket).absolute())),))
         await server.open_unix(socket, tenant.mode, tenant.group)
 
     async def _open_addresses(self) -> None:
         addresses = self.config.server
         if addresses.listen:
-            server = self._server(Seat(addresses.tenant, admin=False, companion_path=""))
+            tenants = self.config.all_tenants
+            seats = tuple(Seat(tenant.name, admin=False, companion_path="") for tenant in tenants)
+            server = self._server(seats, Callers(tenants))
             credentials = server_credentials(self.config.tls)
             self.ports["listen"] = await server.open_tcp(addresses.listen, credentials)
         if addresses.probes:
@@ -170,8 +173,8 @@ class Daemon:
             self.ports["metrics"] = await exposition.open(addresses.metrics)
             self._open.push_async_callback(exposition.close)
 
-    def _server(self, seat: Seat) -> WireServer:
-        server = WireServer(self.cache, seat, self.config.leases, self.drain, self.metrics)
+    def _server(self, seats: tuple[Seat, ...], callers: Callers | None = None) -> WireServer:
+        server = WireServer(self.cache, seats, self.config.leases, self.drain, self.metrics, callers)
         self._servers.append(server)
         return server
 

@@ -25,9 +25,9 @@ from prefixd_server.base.config_sections import (
     NvmeConfig,
     PolicyConfig,
     ServerConfig,
-    TenantConfig,
     TlsConfig,
 )
+from prefixd_server.base.config_tenants import TenantConfig
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.options import AUTO_BYTES
 from prefixd_server.base.sizes import format_size
@@ -125,6 +125,8 @@ class Config:
             mode=server.socket_mode,
             group=server.socket_group,
             admin=True,
+            certificate_names=server.certificate_names,
+            token_file=server.token_file,
         )
         return (first, *self.tenants)
 
@@ -136,24 +138,32 @@ class Config:
         """
         self._check_sizes()
         self._check_tenants()
+        self._check_addresses()
+        return self
+
+    def _check_addresses(self) -> None:
         server, tls = self.server, self.tls
         if (tls.certificate is None) != (tls.key is None):
             missing = "tls.certificate" if tls.certificate is None else "tls.key"
             raise self.error(missing, "", "must be given: a certificate and its key go together")
         if tls.client_ca is not None and tls.certificate is None:
             raise self.error("tls.client_ca", tls.client_ca, "needs tls.certificate and tls.key")
-        if server.listen and tls.client_ca is None and not is_loopback(server.listen):
+        asked = tls.client_ca is not None or any(tenant.token_file for tenant in self.all_tenants)
+        if server.listen and not is_loopback(server.listen) and not (tls.certificate and asked):
             raise self.error(
                 "listen",
                 server.listen,
-                "must be a loopback address unless callers show certificates: set tls.certificate, tls.key "
-                "and tls.client_ca",
+                "must be a loopback address unless callers show certificates or tokens, by TLS: set "
+                "tls.certificate and tls.key, with tls.client_ca or a token_file",
             )
+        for tenant in self.all_tenants:
+            if tenant.certificate_names and tls.client_ca is None:
+                where = f"tenants[{tenant.name}].certificate_names"
+                raise self.error(where, ", ".join(tenant.certificate_names), "needs tls.client_ca")
         if server.metrics and not server.metrics_exposed and not is_loopback(server.metrics):
             raise self.error(
                 "metrics", server.metrics, "must be a loopback address unless metrics_exposed = true"
             )
-        return self
 
     def _check_sizes(self) -> None:
         segment = self.dram.segment_bytes
@@ -182,6 +192,7 @@ class Config:
     def _check_tenants(self) -> None:
         names: set[str] = set()
         sockets: set[Path] = set()
+        holders: set[str] = set()
         for tenant in self.all_tenants:
             where = f"tenants[{tenant.name}]"
             if tenant.socket is None:
@@ -195,6 +206,10 @@ class Config:
             if len(os.fsencode(tenant.socket.absolute())) > SOCKET_PATH_BYTES_MAX:
                 limit = f"must be at most {SOCKET_PATH_BYTES_MAX} bytes long; choose a shorter directory"
                 raise self.error(f"{where}.socket", tenant.socket, limit)
+            if holders.intersection(tenant.certificate_names):
+                limit = "must differ from the other tenants' names in certificates"
+                raise self.error(f"{where}.certificate_names", ", ".join(tenant.certificate_names), limit)
+            holders.update(tenant.certificate_names)
             names.add(tenant.name)
             sockets.add(tenant.socket.absolute())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefixd_server.base.config_tenants import WHY_BEARERS, WHY_CERTIFICATES
 from prefixd_server.base.options import (
     AUTO_BYTES,
     address,
@@ -23,6 +24,7 @@ from prefixd_server.base.options import (
     seconds,
     size,
     text,
+    texts,
     whole,
     whole_list,
 )
@@ -56,8 +58,8 @@ class ServerConfig:
     listen: str = option(
         "",
         address(),
-        "TCP address of the first tenant for remote-style clients (Put and Get only). Off, since whoever "
-        "reaches a port is not known; loopback only, unless callers show certificates (tls.client_ca).",
+        "TCP address for remote-style clients (Put and Get only). Off, since whoever reaches a port is not "
+        "known; loopback only, unless by TLS from callers that show certificates (tls.client_ca) or tokens.",
     )
     metrics: str = option(
         "", address(), "HTTP address of the Prometheus endpoint, path /metrics. Off until a scraper is there."
@@ -74,30 +76,12 @@ class ServerConfig:
         "TCP address of grpc.health.v1 alone, for an orchestrator's probes, which cannot reach a unix "
         "socket. It tells whether the daemon serves and nothing else, so any address will do.",
     )
+    certificate_names: tuple[str, ...] = option((), texts(), WHY_CERTIFICATES)
+    token_file: Path | None = option(None, path(), WHY_BEARERS)
     data_dir: Path | None = option(
         None,
         path(),
         "Directory for what outlives the daemon. Empty: nothing does, and a restart begins with new epochs.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantConfig:
-    """A further tenant: its name, its socket, its rights."""
-
-    name: str = option("", text(max_length=64, allow_empty=False), "Name in logs and metrics.")
-    socket: Path | None = option(None, path(), "Its unix socket; whoever may open it is this tenant.")
-    mode: int = option(0o660, mode(), "Permission bits of the socket.")
-    group: str = option("", text(), "Group of the socket, name or number; empty keeps the daemon's own.")
-    admin: bool = option(
-        False,
-        flag(),
-        "Whether calls that concern the whole daemon (Drain, Check, all statistics) are allowed.",
-    )
-    quota_bytes: int = option(
-        AUTO_BYTES,
-        size("2MiB", "64TiB", auto=True),
-        'Most DRAM that the tenant may hold; "auto" lets it use whatever others leave.',
     )
 
 
@@ -352,8 +336,8 @@ class TlsConfig:
     client_ca: Path | None = option(
         None,
         path(),
-        "Authorities whose certificates callers must show (mutual TLS): who has one is the tenant. Without "
-        "them anybody could be, so the address must be loopback.",
+        "Authorities whose certificates callers must show (mutual TLS). Without them callers must "
+        "show tokens, or the address must be loopback, since anybody could call.",
     )
 
 

@@ -6,6 +6,7 @@
     |- StateConflict                right thing, wrong moment            FAILED_PRECONDITION
     |- Unsupported                  understood, and not served           UNIMPLEMENTED
     |- Forbidden                    not on this socket                   PERMISSION_DENIED
+    |- Unauthenticated              nobody known calls                  UNAUTHENTICATED
     |- DeadlinePassed               the caller has given up already     DEADLINE_EXCEEDED
     |- MessageTooLarge              one message over the limit         RESOURCE_EXHAUSTED
     |- LimitReached                 full is an answer; retry_after_s     RESOURCE_EXHAUSTED
@@ -61,6 +62,10 @@ class Unsupported(PrefixdError):
 
 class Forbidden(PrefixdError):
     """Not allowed on this socket."""
+
+
+class Unauthenticated(PrefixdError):
+    """Over TCP: the caller does not show who it is, or is nobody we know."""
 
 
 class DeadlinePassed(PrefixdError):

@@ -84,6 +84,20 @@ def paths() -> Form:
     return Form(read, lambda value: "[" + ", ".join(map(_quoted, value)) + "]")
 
 
+def texts(*, max_length: int = 255) -> Form:
+    """A list of short printable strings; text separates them by commas."""
+    one = text(max_length=max_length, allow_empty=False)
+
+    def read(raw: object) -> tuple[str, ...]:
+        if isinstance(raw, str):
+            raw = [item.strip() for item in raw.split(",") if item.strip()]
+        if isinstance(raw, (list, tuple)):
+            return tuple(one.read(item) for item in raw)
+        raise ValueError("must be a list of texts")
+
+    return Form(read, lambda value: "[" + ", ".join(map(_quoted, value)) + "]")
+
+
 def address() -> Form:
     """HOST:PORT, IPv6 in brackets; empty means none."""
 

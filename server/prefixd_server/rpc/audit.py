@@ -1,9 +1,10 @@
 """The audit log: one line per call of AdminService, with who, what and how it ended.
 
-Who: the socket's tenant, which the kernel vouches for by the socket's mode and
-group, and what the caller says of itself, which nobody vouches for. What: the
-request's fields, hashes and tokens shortened, since a log must not let its
-reader use another's blocks. Calls that only look are logged at debug level.
+Who: the tenant, which the kernel vouches for by the socket's mode and group, or
+on TCP the caller's certificate or token; and what the caller says of itself,
+which nobody vouches for. What: the request's fields, hashes and tokens
+shortened, since a log must not let its reader use another's blocks. Calls that
+only look are logged at debug level.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Audit:
     def opened(self, method: str, request: Any, call: Any) -> None:
         """Logs the beginning of a stream."""
         self._say(method, request, call, "OPENED")
+
+    def refused(self, method: str, refusal: PrefixdError, call: Any) -> None:
+        """Logs a caller that nobody knows, with the address that the call came from."""
+        self._log.warning("admin call", method=method, outcome=refusal.reason, peer=call.peer())
 
     def _say(self, method: str, request: Any, call: Any, outcome: str, **facts: object) -> None:
         say = self._log.debug if method.startswith(LOOKING) else self._log.info

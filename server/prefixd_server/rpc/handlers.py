@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -35,19 +35,51 @@ Call: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Requests: TypeAlias = AsyncIterator[Message | PrefixdError]
 
 
-def service_handler(
+def service_handler(service: ServiceDescriptor, guards: Mapping[str, Guard]) -> Any:
+    """The gRPC handler of one service for one tenant's socket."""
+    return grpc_service(service, {name: guard.handler() for name, guard in guards.items()})
+
+
+def guards_of(
     service: ServiceDescriptor, servicer: object, tenant: str, metrics: Metrics, audit: Audit | None = None
-) -> Any:
-    """The gRPC handler of one service for one tenant's socket; `audit` notes every call.
+) -> dict[str, Guard]:
+    """What stands before each method of one tenant's servicer; `audit` notes every call.
 
     Raises:
         AttributeError: the servicer lacks a method of the proto.
     """
-    handlers = {}
-    for method in service.methods:
-        guard = _Guard(method, getattr(servicer, snake_case(method.name)), tenant, metrics, audit)
-        handlers[method.name] = guard.handler()
+    return {
+        method.name: Guard(method, getattr(servicer, snake_case(method.name)), tenant, metrics, audit)
+        for method in service.methods
+    }
+
+
+def grpc_service(service: ServiceDescriptor, handlers: dict[str, Any]) -> Any:
+    """gRPC's form of a service, from that of its methods."""
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def grpc_handler(
+    method: MethodDescriptor,
+    unary: Callable[..., Any],
+    stream_unary: Callable[..., Any],
+    unary_stream: Callable[..., Any],
+    stream_stream: Callable[..., Any],
+) -> Any:
+    """gRPC's form of a method; its stubs know only the threaded server's."""
+    makers = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
+        (True, False): (grpc.stream_unary_rpc_method_handler, stream_unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, unary_stream),
+        (True, True): (grpc.stream_stream_rpc_method_handler, stream_stream),
+    }
+    make: Any
+    make, behaviour = makers[method.client_streaming, method.server_streaming]
+    return make(
+        behaviour,
+        request_deserializer=_parser(GetMessageClass(method.input_type)),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
 
 
 def snake_case(name: str) -> str:
@@ -55,7 +87,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class _Guard:
+class Guard:
     """What stands between gRPC and one method."""
 
     def __init__(
@@ -68,45 +100,36 @@ class _Guard:
     ) -> None:
         self._method = method
         self._call = call
-        self._tenant = tenant
-        self._metrics = metrics
         self._audit = audit
         self._seconds = metrics.rpc_seconds(method.name, tenant)
-        self._log = logger("prefixd.rpc").bind(method=method.name, tenant=tenant)
+        self._refusals = Refusals(method.name, tenant, metrics)
         self._awaits = inspect.iscoroutinefunction(call)
 
     def handler(self) -> Any:
-        """gRPC's form of the method; its stubs know only the threaded server's."""
-        method = self._method
-        makers = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, self._unary),
-            (True, False): (grpc.stream_unary_rpc_method_handler, self._stream_unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, self._unary_stream),
-            (True, True): (grpc.stream_stream_rpc_method_handler, self._stream_stream),
-        }
-        make: Any
-        make, behaviour = makers[method.client_streaming, method.server_streaming]
-        return make(
-            behaviour,
-            request_deserializer=_parser(GetMessageClass(method.input_type)),
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        """gRPC's form of the method."""
+        return grpc_handler(
+            self._method, self.unary, self.stream_unary, self.unary_stream, self.stream_stream
         )
 
-    async def _unary(self, request: Message | PrefixdError, call: Call) -> Any:
+    async def unary(self, request: Message | PrefixdError, call: Call) -> Any:
+        """One request, one answer."""
         work = self._answer(request, call)
         if self._audit is not None:
             work = self._audit.noted(self._method.name, request, call, work)
         return await self._finish(work, call)
 
-    async def _stream_unary(self, requests: Requests, call: Call) -> Any:
+    async def stream_unary(self, requests: Requests, call: Call) -> Any:
+        """Requests, one answer."""
         return await self._finish(self._call(_parsed(requests)), call)
 
-    async def _unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
+    async def unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
+        """One request, answers."""
         if self._audit is not None:
             self._audit.opened(self._method.name, request, call)
         await self._finish(self._send(lambda: self._call(_sound(request)), call), call)
 
-    async def _stream_stream(self, requests: Requests, call: Call) -> None:
+    async def stream_stream(self, requests: Requests, call: Call) -> None:
+        """Requests, answers."""
         await self._finish(self._send(lambda: self._call(_parsed(requests)), call), call)
 
     async def _answer(self, request: Message | PrefixdError, call: Call) -> Any:
@@ -133,19 +156,32 @@ class _Guard:
         try:
             return await work
         except Exception as error:
-            return await self._fail(error, call)
+            return await self._refusals.tell(error, call)
         finally:
             self._seconds.observe(time.perf_counter() - began)
 
-    async def _fail(self, error: Exception, call: Call) -> None:
-        """Ends the call with the error's status. The outermost seam for the unexpected."""
+
+class Refusals:
+    """How the calls of one method end that do not go well: counted, logged and told."""
+
+    def __init__(self, method: str, tenant: str, metrics: Metrics) -> None:
+        self._method = method
+        self._tenant = tenant
+        self._metrics = metrics
+        self._log = logger("prefixd.rpc").bind(method=method, tenant=tenant)
+
+    async def tell(self, error: Exception, call: Call) -> None:
+        """Ends the call with the error's status, by gRPC's own exception.
+
+        The outermost seam for the unexpected.
+        """
         told = error if isinstance(error, PrefixdError) else internal_error()
         if told is not error:
             self._log.error("unexpected exception", exc_info=error, **told.metadata)
         else:
             self._log.debug("refused", reason=told.reason, detail=told.message)
         code = code_of(told)
-        self._metrics.rpc_error(self._method.name, self._tenant, code.name, told.reason)
+        self._metrics.rpc_error(self._method, self._tenant, code.name, told.reason)
         await call.abort(code, told.message, trailing_metadata(told))
 
 

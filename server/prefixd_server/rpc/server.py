@@ -1,4 +1,8 @@
-"""One gRPC server per socket: our two services, health, reflection, channelz.
+"""One gRPC server per address: our two services, health, reflection, and channelz for operators.
+
+A unix socket is one tenant's; on the TCP address callers say who they are.
+channelz knows every connection of the process, so it is served on admin
+sockets alone.
 
 A socket is published, renamed into place with its mode and group, only once
 its server answers. Which sockets there are is app/daemon.py's to know.
@@ -7,6 +11,7 @@ its server answers. Which sockets there are is app/daemon.py's to know.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +28,9 @@ from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc.admin_service import AdminService, Drain
 from prefixd_server.rpc.audit import Audit
 from prefixd_server.rpc.cache_service import CacheService
-from prefixd_server.rpc.handlers import TRANSPORT_BYTES_MAX, service_handler
+from prefixd_server.rpc.callers import Callers
+from prefixd_server.rpc.door import shared_handler
+from prefixd_server.rpc.handlers import TRANSPORT_BYTES_MAX, guards_of, service_handler
 from prefixd_server.rpc.reflection import SERVICE_NAME as REFLECTION_NAME
 from prefixd_server.rpc.reflection import serve_reflection
 from prefixd_server.rpc.seat import Seat, staging_directory
@@ -31,16 +38,10 @@ from prefixd_server.rpc.sockets import publish
 
 CALLS_BESIDE_SESSIONS_MAX = 1024
 """Calls in progress on one socket, sessions apart; beyond it gRPC answers RESOURCE_EXHAUSTED."""
-_OUR_SERVICES = (
-    cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"],
-    admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
-)
-SERVICE_NAMES = (
-    *(service.full_name for service in _OUR_SERVICES),
-    health.SERVICE_NAME,
-    REFLECTION_NAME,
-    "grpc.channelz.v1.Channelz",
-)
+_ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_OUR_SERVICES = (cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"], _ADMIN_SERVICE)
+SERVICE_NAMES = (*(service.full_name for service in _OUR_SERVICES), health.SERVICE_NAME, REFLECTION_NAME)
+CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 # The stubs of these packages know only their threaded halves.
 _HEALTH = cast(Any, health).aio
 _ADD_CHANNELZ: Any = channelz.add_channelz_servicer
@@ -56,28 +57,45 @@ _OPTIONS = (
 
 
 class WireServer:
-    """The server of one socket, bound to one seat."""
+    """The server of one address.
 
-    def __init__(self, cache: Cache, seat: Seat, limits: LeaseConfig, drain: Drain, metrics: Metrics) -> None:
-        self.seat = seat
+    Args:
+        seats: of the tenants there; a unix socket has one.
+        callers: tells them apart; None where there is one.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        seats: Sequence[Seat],
+        limits: LeaseConfig,
+        drain: Drain,
+        metrics: Metrics,
+        callers: Callers | None = None,
+    ) -> None:
+        assert callers is not None or len(seats) == 1, "nobody could tell the tenants apart"
+        self._service_names = (*SERVICE_NAMES, CHANNELZ_NAME) if seats[0].admin else SERVICE_NAMES
         self._directory_fd = -1
         self._health: Any = _HEALTH.HealthServicer()
         self._server = grpc.aio.server(
             options=_OPTIONS, maximum_concurrent_rpcs=limits.session_count_max + CALLS_BESIDE_SESSIONS_MAX
         )
-        servicers = (
-            (CacheService(cache, seat, limits), None),
-            (AdminService(cache, seat, drain), Audit(seat.tenant)),
-        )
-        self._server.add_generic_rpc_handlers(
-            tuple(
-                service_handler(service, servicer, seat.tenant, metrics, audit)
-                for service, (servicer, audit) in zip(_OUR_SERVICES, servicers, strict=True)
-            )
-        )
+        for service in _OUR_SERVICES:
+            audited = service is _ADMIN_SERVICE
+            guards = {}
+            for seat in seats:
+                servicer = AdminService(cache, seat, drain) if audited else CacheService(cache, seat, limits)
+                audit = Audit(seat.tenant) if audited else None
+                guards[seat.tenant] = guards_of(service, servicer, seat.tenant, metrics, audit)
+            if callers is None:
+                handler = service_handler(service, guards[seats[0].tenant])
+            else:
+                handler = shared_handler(service, callers, guards, metrics, audited=audited)
+            self._server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        serve_reflection(SERVICE_NAMES, self._server)
-        _ADD_CHANNELZ(self._server)
+        serve_reflection(self._service_names, self._server)
+        if CHANNELZ_NAME in self._service_names:
+            _ADD_CHANNELZ(self._server)
 
     async def open_unix(self, path: Path, mode: int, group: str) -> None:
         """Listens on a unix socket; the caller holds its lock. Raises ConfigError."""
@@ -97,7 +115,7 @@ class WireServer:
         """What health answers, for the whole server and for each service."""
         states = health_pb2.HealthCheckResponse.ServingStatus
         state = states.Value("SERVING" if serving else "NOT_SERVING")
-        for name in ("", *SERVICE_NAMES):
+        for name in ("", *self._service_names):
             await self._health.set(name, state)
 
     async def set_tier_serving(self, tier: Tier, serving: bool) -> None:

@@ -25,6 +25,7 @@ from prefixd_server.base.errors import (
     NotFound,
     PrefixdError,
     StateConflict,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -40,6 +41,7 @@ CODES: dict[type[PrefixdError], grpc.StatusCode] = {
     StateConflict: grpc.StatusCode.FAILED_PRECONDITION,
     Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     Forbidden: grpc.StatusCode.PERMISSION_DENIED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     MessageTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
