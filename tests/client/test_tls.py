@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prefixd_client import AsyncClient, Client, ClientTls
+from prefixd_client import AsyncClient, Client, ClientOptions, ClientTls
 from prefixd_client.errors import InvalidArgument
 
 from tests.support.certificates import Authority
@@ -85,5 +85,39 @@ def test_half_a_pair_and_files_that_are_not_there_are_the_caller_s_mistake() -> 
         ClientTls.from_files("/nonexistent.pem")
 
 
-def test_a_key_is_not_shown() -> None:
-    assert "secret" not in repr(ClientTls(b"a", b"c", b"secret"))
+def test_a_key_and_a_token_are_not_shown() -> None:
+    assert "secret" not in repr(ClientTls(b"a", b"c", b"secret", "secret"))
+
+
+def test_a_token_that_no_header_can_carry_is_the_caller_s_mistake() -> None:
+    for token in ("two words", "line\n", "é"):
+        with pytest.raises(InvalidArgument, match="token") as refused:
+            ClientTls(b"authorities", token=token)
+        assert token not in str(refused.value)
+
+
+def test_a_client_with_a_token_is_the_token_s_tenant_and_without_it_misses(tmp_path: Path) -> None:
+    ours, token = Authority(tmp_path, "ours"), "t" * 40
+    server, port, hashes = ours.issue("server"), free_port(), run_of(3, "token")
+    (tmp_path / "tokens").write_text(token)
+    (tmp_path / "tokens").chmod(0o600)
+    with short_directory() as directory:
+        files = ("--set", f"tls.certificate={server.certificate}", "--set", f"tls.key={server.key}")
+        batch = ("--tenant", f"name=batch,socket={directory}/batch.sock,token_file={tmp_path}/tokens")
+        with DaemonProcess(directory / "p.sock", "--listen", f"127.0.0.1:{port}", *files, *batch):
+            with Client(f"localhost:{port}", options=with_token(ours, token)) as client:
+                until(lambda: is_ready(client))
+                stored = client.namespace(spec()).put(zip(hashes, data_of(hashes), strict=True))
+                assert stored.stored_count == 3
+            with Client(directory / "batch.sock", options=PATIENT) as local:
+                until(lambda: is_ready(local))
+                assert local.namespace(spec()).get(hashes) == data_of(hashes)
+            with Client(f"localhost:{port}", options=with_token(ours, "u" * 40, open_wait_s=0.3)) as stranger:
+                assert stranger.status().state != "ready"
+                assert stranger.namespace(spec()).get(hashes) == []
+
+
+def with_token(ours: Authority, token: str, **more: float) -> ClientOptions:
+    """Options of a client that trusts our authority and shows a token."""
+    tls = ClientTls.from_files(ours.certificate, token=token)
+    return dataclasses.replace(PATIENT, tls=tls, **more)
