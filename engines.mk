@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 demo-vllm: $(READY) $(ENGINES_STAMP) ## two vLLM processes share one cache; exits 1 if a token differs (5 min, 3 more with the install)
 	@$(ENGINES_PY) -m bench.demo_vllm
 
-engine-test: $(READY) $(ENGINES_STAMP) ## the vLLM connector under real engines (8 min; 25 at most on 2 cores, the install of 3 included)
+engine-test: $(READY) $(ENGINES_STAMP) ## the vLLM connector under real engines (6 min of CPU time; 22 min on 2 cores at load 20)
 	@$(ENGINES_PY) -m pytest -c tests/engines/vllm/pytest.ini --rootdir . tests/engines/vllm $(PYTEST_ARGS)
 
 engine-bench: $(READY) $(ENGINES_STAMP) ## what the vLLM connector costs, against its limits (2 min)
