@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 from prefixd_server.base.config import MigrationConfig
-from prefixd_server.base.types import Hashes
+from prefixd_server.base.types import Hashes, Tier
 
-from tests.support.modelled_node import ModelledNode, run_of
+from tests.support.modelled_node import TENANT, ModelledNode, run_of
 
 BLOCK_BYTES = 1 << 20
 RUN_BLOCKS = 8
@@ -43,6 +43,8 @@ class StormResult:
     entered_count: int = 0
     reasons: list[str] = field(default_factory=list)
     left: bool = False
+    lost_count: int = 0
+    """Reads of runs that are nowhere any more: none should be."""
 
     def percentile(self, share: float) -> float:
         """Of the reads' seconds."""
@@ -92,6 +94,7 @@ class Storm:
         for run in runs + [self._new_run() for _ in range(PUSH_RUN_COUNT)]:
             self.node.store(run)
             await asyncio.sleep(4 * RUN_BYTES / RATE)
+        runs = [run for run in runs if self._is_stored(run)]
         mode = self.node.cache.migration.mode
         self.node.cache.migration.set_conservative(type(mode.setting)(self._conservative))
         result = StormResult()
@@ -113,6 +116,10 @@ class Storm:
         result.left = not mode.mode.on
         return result
 
+    def _is_stored(self, run: Hashes) -> bool:
+        hits = self.node.cache.lookup(TENANT, self.node.ref, run).hits
+        return hits == ((Tier.NVME, RUN_BLOCKS),)
+
     def _demoted_bytes(self) -> int:
         return sum(link.demotion_bytes for link in self.node.cache.migration.traffic().links)
 
@@ -130,6 +137,9 @@ class Storm:
                 break
             # DRAM had no room for all of it: demand must be the same whatever goes on beside.
             await asyncio.sleep(RETRY_S)
+        else:
+            result.lost_count += 1
+            return
         seconds = self.node.loop.time() - began
         if seconds > 0 and began >= self._counts_from:
             result.seconds.append(seconds)
