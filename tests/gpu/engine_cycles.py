@@ -17,14 +17,15 @@ from prefixd_client import Client, ClientOptions
 from tests.gpu.device_process import DeviceCommands
 from tests.support.engine_process import PATIENT
 
+FAILED = 1
+"""How Python ends after an exception: the first ends the cycles."""
+
 
 def one_life(socket: str, device_uuid: str, number: int) -> int:
     """Attaches, works, and dies in one of four ways; blocks that it loaded, each of them right."""
-    options = ClientOptions(
-        **PATIENT, open_wait_s=30.0, control_timeout_s=30.0, segment_timeout_s=30.0, device_uuid=device_uuid
-    )
-    client = Client(socket, None, "cycle", options)
+    client = Client(socket, None, "cycle", ClientOptions(**PATIENT, device_uuid=device_uuid))
     engine = DeviceCommands(client)
+    assert engine.wait_state("ready", timeout_s=60.0)["state"] == "ready"
     engine.open("n")
     engine.put_there("n", f"run {number % 7}", 8)
     seen = engine.get("n", f"run {number % 7}", 8)
@@ -51,7 +52,10 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(loaded)
         _, status = os.waitpid(child, 0)
-        lives[os.waitstatus_to_exitcode(status)] += 1
+        ended = os.waitstatus_to_exitcode(status)
+        lives[ended] += 1
+        if ended == FAILED:
+            break
     print(json.dumps(lives))
 
 

@@ -133,17 +133,17 @@ def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, far_machine: Fa
         with device_daemon(socket, far_machine) as first:
             wait_for_all_memory(seen)
             boot = opened(one).ask("status")["boot"]
-            one.ask("wait_state", state="connected")
+            assert one.ask("wait_state", state="ready")["state"] == "ready"
             one.ask("put_there", **RUN)
             assert opened(two).ask("get", **RUN)["true"] == 8
             one.ask("acquire", **RUN)
             first.kill()
         with device_daemon(socket, far_machine):
             wait_for_all_memory(seen)
-            one.ask("wait_state", state="connected", not_boot=boot)
+            assert one.ask("wait_state", state="ready", not_boot=boot)["state"] == "ready"
             assert one.ask("put_there", **RUN) == 8
             assert hbm(seen).state == "ready"
-            two.ask("wait_state", state="connected", not_boot=boot)
+            assert two.ask("wait_state", state="ready", not_boot=boot)["state"] == "ready"
             assert two.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
 
 
