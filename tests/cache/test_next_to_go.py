@@ -8,11 +8,12 @@ from prefixd_server.base.types import NO_SLOT, Rows, Tier
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.worth import AT_ANY_PRICE, by_worth
 from prefixd_server.catalog.catalog import Catalog
+from prefixd_server.catalog.events import CopiesEvicted
 from prefixd_server.policy.signals import gap_code, history_byte
 
 from tests.cache.conftest import MakeEngine
 from tests.support.engine import Engine
-from tests.support.node import Node, packed
+from tests.support.node import Node, chain, packed
 
 POOL = 0
 
@@ -84,6 +85,27 @@ def test_what_was_tried_and_refused_may_go_without_a_copy(node: Node, one: Engin
     assert list(line.unstored(POOL, set(rows.tolist()))) == []
     assert list(line.unstored(POOL, ())) == []
     assert [taken.tolist() for taken in line.take(POOL, 4)] == [rows.tolist()]
+
+
+def test_what_has_got_blocks_below_it_since_is_not_taken(node: Node, one: Engine) -> None:
+    state = node.cache.state
+    short = one.put("run", 0, *range(3))
+    one.acquire(chain("run", 0, *range(3), "more"))
+    node.cache.sessions.transport_lost(one.session.session_id)
+    other = Engine(node, node.open_session("red", "two"), one.ref)
+    line = NextToGo(state)
+    line.choose(POOL, 100)
+    everything: set[int] = set()
+    for _ in range(2):  # some nodes at a time
+        everything.update(row for rows in line.unstored(POOL, ()) for row in rows.tolist())
+    assert set(rows_of(node, one, short).tolist()) <= everything
+    for claimed in (everything, everything, (), ()):
+        assert list(line.unstored(POOL, claimed)) == []
+    other.put("run", 0, *range(3), "more")
+    for rows in line.take(POOL, 100):
+        state.apply(CopiesEvicted(Tier.DRAM, rows))
+    assert other.hits(chain("run", 0, *range(3), "more")) == len(short) + 1
+    assert node.cache.check() == []
 
 
 def test_another_policy_chooses_anew(node: Node, one: Engine) -> None:

@@ -135,10 +135,13 @@ class NextToGo:
         if line is None:
             return
         evictable = self._state.catalog.evictable(Tier.DRAM)
+        kids = self._state.catalog.tree.tiers[Tier.DRAM].kids_view
         passed: list[Entry] = []
         while line and block_count > 0:
             entry = line.popleft()
-            going = evictable(entry.node, min(entry.count, block_count)) if self._holds(entry) else 0
+            # What was stored below it since, or stays there, needs it.
+            may_go = self._holds(entry) and not kids[entry.node]
+            going = evictable(entry.node, min(entry.count, block_count)) if may_go else 0
             if going and not entry.ready:
                 entry.ready = self._is_stored(entry.node, entry.count)
                 if not entry.ready:
