@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.gpu.conftest import IS_REAL
 from tests.gpu.device_process import device_daemon
 from tests.gpu.test_processes import hbm, wait_for_all_memory
 from tests.support.engine_process import Observer
@@ -16,7 +17,7 @@ from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.repository import ROOT
 from tests.support.wire import short_directory
 
-CYCLES = int(os.environ.get("PREFIXD_GPU_CYCLES", "24"))
+CYCLES = int(os.environ.get("PREFIXD_GPU_CYCLES", "200"))
 """1,000 with `make gpu-cycles`."""
 
 
@@ -36,7 +37,8 @@ def test_memory_in_use_is_what_it_was_after_many_engines_have_died(far_machine: 
         assert observer.problems() == []
     closed = CYCLES - CYCLES * 3 // 4
     assert lives == {"8": closed, str(-signal.SIGKILL): CYCLES - closed}
-    assert far_machine.opened_count >= CYCLES
+    if not IS_REAL:
+        assert far_machine.opened_count >= CYCLES
 
 
 def run_cycles(socket: Path, machine: FakeCuda) -> dict[str, int]:

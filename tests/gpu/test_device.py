@@ -127,7 +127,7 @@ def test_a_copy_that_never_ends_gives_the_device_up(scene: Scene) -> None:
             scene.device.segment(7)
     with pytest.raises(DeviceFault, match="CUDA_EVENT_STUCK"):
         scene.device.copy([(base, scene.address(b"x"), 1)], 0)
-    assert scene.owner.ask("read", scene.memory, 1) == "\0"
+    assert scene.owner.ask("read", scene.memory, 1) == "J"
     scene.device.close()
 
 
@@ -144,11 +144,14 @@ def test_a_pinned_segment_is_unpinned_when_it_is_retired_and_when_all_ends(scene
     for segment in segments:
         scene.device.pin(segment)
         scene.device.pin(segment)
+    assert scene.machine.pinned_count == 2
     scene.device.unpin_retired(lambda segment: segment.segment_id == 1)
+    assert scene.machine.pinned_count == 1
     other = DeviceMap(uuid_of(0))
     other.pin(segments[0])
     other.close()
     scene.device.close()
+    assert scene.machine.pinned_count == 0
     scene.device.unpin_retired(lambda segment: False)
     for memory in files:
         memory.close()

@@ -199,7 +199,10 @@ def test_unpinning_is_done_once_and_before_closing(machine: FakeCuda) -> None:
         medium = HbmMedium(uuid_of(0), SEGMENT, 1)
         medium.open()
         medium.pin(memory.address, SEGMENT)
+        assert machine.pinned_count == 1
         medium.unpin(memory.address)
+        assert machine.pinned_count == 0
         medium.pin(memory.address, SEGMENT)
         medium.close()
+        assert machine.pinned_count == 0
     memory.close()

@@ -10,6 +10,7 @@ import pytest
 from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import types_pb2
 
+from tests.gpu.conftest import IS_REAL
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
 from tests.support.daemon import DaemonProcess
 from tests.support.engine_process import PATIENT, EngineProcess, Observer
@@ -64,7 +65,8 @@ def test_engines_share_a_run_in_hbm(socket: Path, far_machine: FakeCuda, observe
         for _ in range(3):
             assert reader.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
         assert reader.ask("load_to_device", **RUN) == {"good": 8, "true": 8}
-        assert far_machine.opened_count == 2, "a process opens a segment once"
+        if not IS_REAL:
+            assert far_machine.opened_count == 2, "a process opens a segment once"
     assert hbm(observer).resident_slot_count == 8
 
 

@@ -27,7 +27,7 @@ def start_device_node(segment_count: int = 2, **more: Any) -> Node:
     config = HbmConfig(
         size_bytes=segment_count * SEGMENT, segment_bytes=SEGMENT, device=uuid_of(0), copy_timeout_s=0.1
     )
-    node = start_node(tenants=("red", "blue"), hbm=config, **more)
+    node = start_node(**({"tenants": ("red", "blue"), "hbm": config} | more))
     until(node, lambda: hbm_of(node).tier.reason == "")
     return node
 

@@ -73,6 +73,10 @@ class RealCuda(FakeCuda):
         _refuse()
 
     @property
+    def pinned_count(self) -> int:
+        _refuse()
+
+    @property
     def violations(self) -> list[str]:
         return []
 

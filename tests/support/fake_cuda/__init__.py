@@ -131,6 +131,11 @@ class FakeCuda:
         return self._get(_OPENED)
 
     @property
+    def pinned_count(self) -> int:
+        """Pieces of host memory that the calling process has pinned."""
+        return int(self._library.fake_cuda_pinned_count())
+
+    @property
     def violations(self) -> list[str]:
         """Every rule that was broken, in words; a good program leaves none."""
         path = self.directory / "violations"

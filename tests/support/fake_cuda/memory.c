@@ -43,6 +43,16 @@ static struct Range *unused(void) {
     return NULL;
 }
 
+/* For tests: how many pieces of host memory this process has pinned. */
+int fake_cuda_pinned_count(void) {
+    int count = 0;
+    lock();
+    for (int at = 0; at < RANGE_COUNT; at++)
+        count += ranges[at].kind == PINNED;
+    unlock();
+    return count;
+}
+
 int context_has_memory(CUcontext context) {
     for (int at = 0; at < RANGE_COUNT; at++)
         if (ranges[at].context == context && ranges[at].kind != UNUSED && ranges[at].kind != GONE)
@@ -102,6 +112,8 @@ static CUresult map(CUcontext context, enum Kind kind, uint64_t id, size_t bytes
     close(fd);
     if (memory == MAP_FAILED || base == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    if (kind == OWN)
+        memset(memory, 'J', bytes); /* fresh memory holds anything */
     *range = (struct Range){kind, context, (CUdeviceptr)base, bytes, memory, id, 1};
     *pointer = range->base;
     return CUDA_SUCCESS;
