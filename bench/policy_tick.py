@@ -85,7 +85,7 @@ class Bench:
             drain_timeout_s=1.0,
             boot_id=b"",
         )
-        self.room = Room(self.state, {})
+        self.room = Room(self.state)
         self.room.next_to_go = NextToGo(self.state)
         self.workload = Workload(self.state, Watchers())
         self.claimed: set[int] = set()

@@ -49,6 +49,7 @@ class DeclineReason(_OpenEnum):
     QUARANTINE_FULL = 3
     LIMIT_REACHED = 4
     SEGMENT_PREPARING = 5
+    QUOTA_REACHED = 6
 
 
 class RequestPhase(_OpenEnum):

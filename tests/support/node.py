@@ -123,7 +123,7 @@ def start_node(
     dram_bytes: int = 8 * MIB,
     segment_bytes: int = 2 * MIB,
     leases: LeaseConfig | None = None,
-    tenants: tuple[str, ...] = (),
+    tenants: tuple[str | TenantConfig, ...] = (),
     seed: int = 1,
     nvme: NvmeConfig | None = None,
     data_dir: Path | None = None,
@@ -139,7 +139,9 @@ def start_node(
         nvme=nvme or NvmeConfig(),
         hbm=hbm or HbmConfig(),
         server=ServerConfig(data_dir=data_dir),
-        tenants=tuple(TenantConfig(name=name) for name in tenants),
+        tenants=tuple(
+            TenantConfig(name=tenant) if isinstance(tenant, str) else tenant for tenant in tenants
+        ),
     )
 
     async def build() -> Cache:

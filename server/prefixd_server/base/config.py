@@ -210,8 +210,20 @@ class Config:
                 limit = "must differ from the other tenants' names in certificates"
                 raise self.error(f"{where}.certificate_names", ", ".join(tenant.certificate_names), limit)
             holders.update(tenant.certificate_names)
+            self._check_quotas(tenant)
             names.add(tenant.name)
             sockets.add(tenant.socket.absolute())
+
+    def _check_quotas(self, tenant: TenantConfig) -> None:
+        quotas = (
+            ("quota", tenant.quota_bytes, self.segment_bytes),
+            ("hbm_quota", tenant.hbm_quota_bytes, self.hbm.segment_bytes),
+            ("nvme_quota", tenant.nvme_quota_bytes, self.nvme.segment_bytes),
+        )
+        for key, quota_bytes, segment_bytes in quotas:
+            if quota_bytes != AUTO_BYTES and quota_bytes < segment_bytes:
+                limit = f"must be at least one segment of the tier, {format_size(segment_bytes)}"
+                raise self.error(f"tenants[{tenant.name}].{key}", format_size(quota_bytes), limit)
 
     def error(self, key: str, value: object, limit: str) -> ConfigError:
         """The ConfigError of one key."""

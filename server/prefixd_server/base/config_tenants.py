@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixd_server.base.options import AUTO_BYTES, flag, mode, option, path, size, text, texts
+from prefixd_server.base.options import AUTO_BYTES, flag, mode, option, path, size, text, texts, whole
 
 WHY_CERTIFICATES = (
     "Names in certificates (subject alternative names, or the common name where there are none) whose "
@@ -42,3 +42,14 @@ class TenantConfig:
         size("2MiB", "64TiB", auto=True),
         'Most DRAM that the tenant may hold, in whole segments; "auto" lets it use whatever others leave.',
     )
+    hbm_quota_bytes: int = option(
+        AUTO_BYTES, size("2MiB", "16TiB", auto=True), "The same for GPU memory, in segments of hbm.segment."
+    )
+    nvme_quota_bytes: int = option(
+        AUTO_BYTES, size("2MiB", "1024TiB", auto=True), "The same for NVMe, in segments of nvme.segment."
+    )
+    namespace_count_max: int = option(
+        0, whole(0, 65_536), "Most open namespaces; 0: catalog.namespace_count_max."
+    )
+    session_count_max: int = option(0, whole(0, 65_536), "Most open sessions; 0: leases.session_count_max.")
+    lease_count_max: int = option(0, whole(0, 4_194_304), "Most live leases; 0: leases.lease_count_max.")

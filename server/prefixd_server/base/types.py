@@ -87,6 +87,7 @@ class DeclineReason(IntEnum):
     QUARANTINE_FULL = 3
     LIMIT_REACHED = 4
     SEGMENT_PREPARING = 5
+    QUOTA_REACHED = 6
 
 
 class LeaseKind(IntEnum):

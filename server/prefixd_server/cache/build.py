@@ -32,6 +32,7 @@ from prefixd_server.cache.nvme_health import NvmeHealth
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.portable import Portable
 from prefixd_server.cache.prefetching import Prefetching
+from prefixd_server.cache.quotas import Quotas
 from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
@@ -109,9 +110,8 @@ def build_cache(
     state = _state(config, clock, movers, seed, dram, medium, media.tables)
     endings = Endings(state)
     epochs = Epochs(config.server.data_dir, clock)
-    sessions = Sessions(config.leases.session_count_max, endings)
-    quotas = {tenant.name: tenant.quota_bytes for tenant in config.all_tenants}
-    room = Room(state, quotas)
+    sessions = Sessions(state.quotas, endings)
+    room = Room(state)
     watchers = Watchers()
     workload = Workload(state, watchers)
     verifier = Verifier(state)
@@ -156,7 +156,6 @@ def build_cache(
         readiness=Readiness(state, migration, reading),
         watchers=watchers,
         explaining=Explaining(state),
-        namespace_count_max=config.catalog.namespace_count_max,
     )
 
 
@@ -215,6 +214,7 @@ def _state(
         rng=np.random.default_rng(seed),
         drain_timeout_s=config.drain.timeout_s,
         boot_id=secrets.token_bytes(BOOT_ID_BYTES),
+        quotas=Quotas.of(config),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prefixd_server.base.accounts import Stats
-from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.errors import InvalidRequest, Unavailable
 from prefixd_server.base.types import NamespaceRef, NamespaceSpec
 from prefixd_server.cache.administration import Administration
 from prefixd_server.cache.companions import Companions
@@ -28,7 +28,7 @@ from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
 from prefixd_server.cache.room import Room
-from prefixd_server.cache.sessions import DrainingNotice, Sessions
+from prefixd_server.cache.sessions import DrainingNotice, FarewellNotice, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.storage import Storage
 from prefixd_server.cache.usage import Usage
@@ -63,15 +63,14 @@ class Cache:
         companions: Companions,
         watchers: Watchers,
         explaining: Explaining,
-        namespace_count_max: int,
     ) -> None:
         self.state = state
         self._epochs = epochs
         self._endings = endings
         self.room = room
         self.rebalancing = rebalancing
-        self._namespace_count_max = namespace_count_max
         self._tasks: list[asyncio.Task[None]] = []
+        self._storage_task: asyncio.Task[None] | None = None
         self.sessions = sessions
         self.companions = companions
         self.boot_id = state.boot_id
@@ -115,9 +114,11 @@ class Cache:
         for index, group in enumerate(spec.kv_groups):
             if group.slot_bytes > largest:
                 raise _block_too_large(index, group.block_bytes, largest)
-        fresh = self._epochs.fresh(tenant, spec.fingerprint())
+        quotas, fingerprint = self.state.quotas, spec.fingerprint()
+        quotas.check_names(self.state.catalog, tenant, fingerprint)
+        fresh = self._epochs.fresh(tenant, fingerprint)
         namespace = self.state.catalog.namespaces.open(
-            tenant, spec, fresh, self.state.clock.wall(), self._namespace_count_max
+            tenant, spec, fresh, self.state.clock.wall(), quotas.namespaces(tenant)
         )
         return namespace.ref
 
@@ -150,8 +151,9 @@ class Cache:
         self.migration.set_conservative(Setting(word))
 
     def stats(self, tenant: str | None) -> Stats:
-        """Of one tenant, or of all (None). Tiers are the whole node's, and so is traffic, of which a tenant is
-        told the mode alone: what moves is also others' doing.
+        """Of one tenant, or of all (None). Tiers are the whole node's, and so is traffic.
+
+        Of traffic a tenant is told the mode alone: what moves is also others' doing.
         """
         traffic = self.migration.traffic()
         if tenant is None:
@@ -171,7 +173,8 @@ class Cache:
         """Starts the background tasks on the running loop."""
         loop = asyncio.get_running_loop()
         if self.storage is not None:
-            self._tasks.append(loop.create_task(self.storage.run()))
+            self._storage_task = loop.create_task(self.storage.run())
+            self._tasks.append(self._storage_task)
         if self.hbm is not None:
             self._tasks += [loop.create_task(self.hbm.tier.run()), loop.create_task(self.hbm.run())]
         self._tasks += [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
@@ -223,6 +226,38 @@ class Cache:
     async def drained(self, timeout_s: float) -> int:
         """Waits until no lease is held, at most `timeout_s`; how many are held then."""
         return await _until_zero(self.state.leases.live_count, timeout_s)
+
+    async def hand_over(self) -> None:
+        """Closes what is durable, for the next daemon to open; memory serves on. Not to be cancelled.
+
+        Raises:
+            Unavailable: HAND_OVER_FAILED, when the disk hangs: it must not be opened a second time.
+        """
+        self.state.handed_over = True
+        # Epochs that are being written.
+        await self.state.movers.drain()
+        if self.storage is None or self._storage_task is None:
+            return
+        self._tasks.remove(self._storage_task)
+        self._storage_task.cancel()
+        await asyncio.gather(self._storage_task, return_exceptions=True)
+        if not await self.storage.hand_over():
+            raise Unavailable(
+                "HAND_OVER_FAILED",
+                "the NVMe disk hangs, and what it still writes must not meet another daemon; stop this one",
+            )
+        self.storage = None
+
+    def farewell(self) -> int:
+        """Ends sessions whose instance holds nothing here; how many are open still."""
+        leases = self.state.leases
+        holders = {(lease.tenant, lease.instance_id) for lease in leases.reads.values()}
+        holders |= {(w.tenant, w.instance_id) for w in leases.writes.values() if not w.quarantined}
+        remaining = self.sessions.open_of()
+        for session in remaining:
+            if (session.tenant, session.instance_id) not in holders:
+                session.notify(FarewellNotice())
+        return len(remaining)
 
     # -- identities ----------------------------------------------------------------------------
 

@@ -148,6 +148,8 @@ class HbmTier:
         tenant, slot_bytes = self._pool(pool)
         if slot_bytes > table.segment_bytes:
             return False
+        if not self._state.quotas.may_grow(self._state.catalog, Tier.HBM, pool):
+            return False
         for segment in table.unassigned():
             if (
                 self.medium.is_present(segment)

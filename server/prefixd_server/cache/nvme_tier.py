@@ -115,6 +115,8 @@ class NvmeTier:
     async def _assign(self, pool: int) -> bool:
         """Gives the pool a segment that serves nobody; its generation is raised, durably, first."""
         table = self._state.catalog.slots[Tier.NVME]
+        if not self._state.quotas.may_grow(self._state.catalog, Tier.NVME, pool):
+            return False
         spare = [segment for segment in table.unassigned() if segment in self._present()]
         if not spare:
             return False

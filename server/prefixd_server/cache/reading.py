@@ -153,8 +153,8 @@ class Reading:
         if found.hit_count <= skip_count:
             self._prefetching.acquired(session, namespace, hashes, request_id, None)
             return Acquired(run, None)
-        if self._state.leases.live_count(tenant) >= self._state.limits.lease_count_max:
-            raise _too_many_leases(self._state.limits.lease_count_max)
+        if self._state.leases.live_count(tenant) >= self._state.quotas.leases(tenant):
+            raise _too_many_leases(self._state.quotas.leases(tenant))
         ttl = self._state.lease_ttl_s(ttl_s)
         lease = self._lease(session, namespace, found, skip_count, ttl)
         self._prefetching.acquired(session, namespace, hashes, request_id, lease)
@@ -376,6 +376,7 @@ def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:
 def _too_many_leases(limit: int) -> LimitReached:
     return LimitReached(
         "LEASE_LIMIT",
-        f"the tenant holds {limit} leases; release some, or raise leases.lease_count_max",
+        f"the tenant holds {limit} leases; release some, or raise its lease_count_max or "
+        "leases.lease_count_max",
         limit=limit,
     )

@@ -77,11 +77,11 @@ class Rebalancing:
 
     async def _serve(self, pool: int) -> bool:
         room = self._room
-        if not room.may_grow(pool):
-            return False
-        segment = self._unassigned()
+        # At its quota, a tenant's pools can have segments of one another alone.
+        at_quota = not room.may_grow(pool)
+        segment = None if at_quota else self._unassigned()
         if segment is None:
-            segment = self._choose(pool)
+            segment = self._choose(pool, own_alone=at_quota)
             if segment is None or not await self._empty(segment):
                 return False
         tenant = self._state.catalog.namespaces.pool_of(pool).tenant
@@ -112,11 +112,18 @@ class Rebalancing:
 
     # -- choosing ------------------------------------------------------------------------------
 
-    def _choose(self, pool: int) -> int | None:
-        """The segment to empty for `pool`: the donor's whose blocks were used longest ago."""
-        table = self._state.catalog.slots[Tier.DRAM]
+    def _choose(self, pool: int, *, own_alone: bool) -> int | None:
+        """The segment to empty for `pool`: the donor's whose blocks were used longest ago.
+
+        Args:
+            own_alone: whether only the tenant's other pools may give one.
+        """
+        table, names = self._state.catalog.slots[Tier.DRAM], self._state.catalog.namespaces
         now = self._state.clock.now()
-        donors = [p for p in range(self._state.catalog.namespaces.pool_count) if p != pool]
+        candidates = (
+            names.pools_of_tenant(names.pool_of(pool).tenant) if own_alone else range(names.pool_count)
+        )
+        donors = [p for p in candidates if p != pool]
         donors = [p for p in donors if table.segment_count_of(p) > 0 and not self._is_newcomer(p, now)]
         aged = sorted(((self._oldest_age(p, now), p) for p in donors), reverse=True)
         own_count = table.segment_count_of(pool)

@@ -27,15 +27,10 @@ RECLAIM_BLOCK_COUNT = 512
 
 
 class Room:
-    """See the module.
+    """See the module."""
 
-    Args:
-        quota_bytes: most DRAM of each tenant, 0 or absent for no quota.
-    """
-
-    def __init__(self, state: State, quota_bytes: dict[str, int]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._quota_bytes = quota_bytes
         self.hungry: dict[int, None] = {}
         """Pools that got less than they asked for, in order; `wake` is set with it."""
         self.wake = asyncio.Event()
@@ -74,6 +69,8 @@ class Room:
             return slots, None
         self.hungry[pool] = None
         self.wake.set()
+        if not self.may_grow(pool):
+            return slots, DeclineReason.QUOTA_REACHED
         grows = len(slots) == 0 and table.slot_count(pool) == 0
         return slots, DeclineReason.SEGMENT_PREPARING if grows else DeclineReason.TIER_FULL
 
@@ -146,14 +143,7 @@ class Room:
 
     def may_grow(self, pool: int) -> bool:
         """Whether the tenant's quota leaves room for one more segment."""
-        names = self._state.catalog.namespaces
-        tenant = names.pool_of(pool).tenant
-        quota = self._quota_bytes.get(tenant, 0)
-        if quota == 0:
-            return True
-        table = self._state.catalog.slots[Tier.DRAM]
-        held = sum(table.segment_count_of(p) for p in names.pools_of_tenant(tenant))
-        return (held + 1) * table.segment_bytes <= quota
+        return self._state.quotas.may_grow(self._state.catalog, Tier.DRAM, pool)
 
     def _assign_spare(self, pool: int) -> bool:
         """Gives the pool a segment that nobody uses and no other tenant has mapped."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from prefixd_server.base.errors import LimitReached, NotFound, StateConflict
+from prefixd_server.cache.quotas import Quotas
 
 SESSION_ID_BYTES = 16
 OUTBOX_NOTICE_COUNT_MAX = 256
@@ -35,7 +36,12 @@ class DrainingNotice:
     gone_after_s: float
 
 
-Notice: TypeAlias = SegmentsRetiredNotice | DrainingNotice
+@dataclass(frozen=True, slots=True)
+class FarewellNotice:
+    """The daemon ends the session: another one serves, and nothing is held here any more."""
+
+
+Notice: TypeAlias = SegmentsRetiredNotice | DrainingNotice | FarewellNotice
 
 
 @dataclass(slots=True, eq=False)
@@ -95,16 +101,16 @@ class Sessions:
     """Every session of this boot. Owned by the event loop.
 
     Args:
-        session_count_max: most open sessions of one tenant.
+        quotas: how many open sessions a tenant may have.
         heirs: keeps leases alive, and settles what an ended session leaves.
     """
 
     def __init__(
         self,
-        session_count_max: int,
+        quotas: Quotas,
         heirs: Heirs,
     ) -> None:
-        self._session_count_max = session_count_max
+        self._quotas = quotas
         self._heirs = heirs
         self._by_id: dict[bytes, Session] = {}
 
@@ -119,12 +125,13 @@ class Sessions:
         readable_devices: frozenset[str] = frozenset(),
     ) -> Session:
         """A new session. Raises LimitReached SESSION_LIMIT."""
-        if len(self.open_of(tenant)) >= self._session_count_max:
+        limit = self._quotas.sessions(tenant)
+        if len(self.open_of(tenant)) >= limit:
             raise LimitReached(
                 "SESSION_LIMIT",
-                f"tenant {tenant!r} has {self._session_count_max} open sessions; close some or raise "
+                f"tenant {tenant!r} has {limit} open sessions; close some or raise its session_count_max or "
                 "leases.session_count_max",
-                limit=self._session_count_max,
+                limit=limit,
                 retry_after_s=1.0,
             )
         session = Session(

@@ -14,6 +14,7 @@ from prefixd_server.base.errors import Unavailable
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.costs import Costs
+from prefixd_server.cache.quotas import Quotas
 from prefixd_server.catalog.catalog import Catalog
 from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.leases import LeaseTable
@@ -70,10 +71,13 @@ class State:
     disk: Movers | None = None
     """Movers of the NVMe tier alone: a disk that hangs holds up nothing else. None without that tier."""
     metrics: Metrics = field(default_factory=Metrics)
+    quotas: Quotas = field(default_factory=Quotas)
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: dict[str, Counters] = field(default_factory=dict)
     bad_slots: list[BadSlot] = field(default_factory=list)
     draining: bool = False
+    handed_over: bool = False
+    """Whether what outlives the daemon is, or is about to be, the next daemon's to write."""
     retry_after_drain_s: float = 1.0
     metered: list[Metered] = field(default_factory=list)
     """What counts as metadata beside the catalog."""
@@ -111,6 +115,15 @@ class State:
             raise Unavailable(
                 "DRAINING",
                 "the daemon is draining and takes nothing new; go on without it and retry",
+                retry_after_s=self.retry_after_drain_s,
+            )
+
+    def refuse_when_handed_over(self) -> None:
+        """Raises Unavailable HANDING_OVER once nothing durable may be changed here."""
+        if self.handed_over:
+            raise Unavailable(
+                "HANDING_OVER",
+                "the next daemon takes over what is durable; retry, and it will answer",
                 retry_after_s=self.retry_after_drain_s,
             )
 

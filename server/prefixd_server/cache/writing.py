@@ -151,6 +151,8 @@ class Writing:
         """Finds what is kept, reserves slots and rows for the rest, as far as there is room."""
         catalog = self._state.catalog
         space = self._space(namespace, shard, kv_group)
+        if space is None:
+            return self._admitted(np.zeros(0, np.int32), len(hashes), DeclineReason.LIMIT_REACHED)
         parent_row = NO_ROW if parent is None else int(catalog.find(space, parent)[0])
         rows = catalog.find(space, hashes)
         known = rows[: leading(rows != NO_ROW)]
@@ -221,12 +223,15 @@ class Writing:
         row = int(catalog.find(catalog.namespaces.space(namespace, shard, kv_group), parent)[0])
         return 0 if row == NO_ROW else int(catalog.columns.depth[row]) + 1
 
-    def _space(self, namespace: Namespace, shard: int, kv_group: int) -> int:
+    def _space(self, namespace: Namespace, shard: int, kv_group: int) -> int | None:
+        """The space of blocks to store, made when it is new; None when the tenant may not have another."""
         catalog = self._state.catalog
         space = catalog.namespaces.space(namespace, shard, kv_group)
         if space is None:
-            space = catalog.namespaces.make_space(namespace, shard, kv_group)
             slot_bytes = namespace.spec.kv_groups[kv_group].slot_bytes
+            if not self._state.quotas.may_store(catalog, namespace.tenant, slot_bytes):
+                return None
+            space = catalog.namespaces.make_space(namespace, shard, kv_group)
             catalog.tree.add_space(space, catalog.namespaces.pool(namespace.tenant, slot_bytes))
         return space
 
@@ -245,7 +250,7 @@ class Writing:
         tier_bytes = state.dram.segment_bytes * state.catalog.slots[Tier.DRAM].segment_count
         if quarantined > state.limits.quarantine_share_max * tier_bytes:
             return DeclineReason.QUARANTINE_FULL
-        if state.leases.live_count(tenant) >= state.limits.lease_count_max:
+        if state.leases.live_count(tenant) >= state.quotas.leases(tenant):
             return DeclineReason.LIMIT_REACHED
         hidden = above != NO_ROW and not state.catalog.columns.flags[above] & VISIBLE
         if hidden and state.catalog.waiting_count + count > state.limits.waiting_children_max:
@@ -310,6 +315,7 @@ class Admitted:
             DeclineReason.SEGMENT_PREPARING,
             DeclineReason.QUARANTINE_FULL,
             DeclineReason.LIMIT_REACHED,
+            DeclineReason.QUOTA_REACHED,
         }
         return RETRY_AFTER_FULL_S if helps else None
 

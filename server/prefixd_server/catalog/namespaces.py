@@ -7,6 +7,7 @@ a small number for (tenant, slot size): segments belong to one pool at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from prefixd_server.base.errors import LimitReached, NotFound, StateConflict
@@ -45,6 +46,9 @@ class Namespaces:
         self._owners: list[tuple[Namespace, int, int]] = []
         self._pools: list[Pool] = []
         self._pool_ids: dict[Pool, int] = {}
+        self._pools_of: dict[str, list[int]] = {}
+        self._name_counts: Counter[str] = Counter()
+        self._space_counts: Counter[str] = Counter()
         self._made_count = 0
 
     def open(
@@ -66,6 +70,8 @@ class Namespaces:
                 "catalog.namespace_count_max",
                 limit=count_max,
             )
+        if name not in self._epochs:
+            self._name_counts[tenant] += 1
         epoch = self._epochs.setdefault(name, fresh_epoch)
         made = Namespace(tenant, spec, NamespaceRef(name[1], epoch), opened_at, self._made_count)
         self._made_count += 1
@@ -116,6 +122,7 @@ class Namespaces:
         """Gives the shard and KV group a space of its own. The caller adds it to the tree."""
         space = len(self._owners)
         self._owners.append((namespace, shard, kv_group))
+        self._space_counts[namespace.tenant] += 1
         namespace.spaces[shard, kv_group] = space
         return space
 
@@ -130,7 +137,24 @@ class Namespaces:
         if number is None:
             number = self._pool_ids[wanted] = len(self._pools)
             self._pools.append(wanted)
+            self._pools_of.setdefault(tenant, []).append(number)
         return number
+
+    def has_pool(self, tenant: str, slot_bytes: int) -> bool:
+        """Whether the tenant uses slots of this size already."""
+        return Pool(tenant, slot_bytes) in self._pool_ids
+
+    def is_known(self, tenant: str, fingerprint: bytes) -> bool:
+        """Whether the namespace was open in this boot, now or once."""
+        return (tenant, fingerprint) in self._epochs
+
+    def name_count(self, tenant: str) -> int:
+        """Namespaces of the tenant that were open in this boot, now or once."""
+        return self._name_counts[tenant]
+
+    def space_count(self, tenant: str) -> int:
+        """Spaces that were made for the tenant in this boot."""
+        return self._space_counts[tenant]
 
     def pool_of(self, number: int) -> Pool:
         """What a pool number stands for."""
@@ -143,7 +167,7 @@ class Namespaces:
 
     def pools_of_tenant(self, tenant: str) -> list[int]:
         """The tenant's pools."""
-        return [number for number, pool in enumerate(self._pools) if pool.tenant == tenant]
+        return list(self._pools_of.get(tenant, ()))
 
     def list(self, tenant: str | None = None) -> list[Namespace]:
         """Namespaces, newest first; of one tenant, or of all."""
