@@ -22,9 +22,9 @@ TIMEOUT_S = 120.0
 """A mutant that hangs is noticed too."""
 
 
-def is_noticed(site: Site) -> bool:
-    """Whether a test fails, or does not end."""
-    tests = TESTS[site.module.partition(".")[0]]
+def is_noticed(module: str, site: Site | None) -> bool:
+    """Whether a test fails, or does not end, with a mutant in the module; or without one."""
+    tests = TESTS[module.partition(".")[0]]
     command = [
         sys.executable,
         "-m",
@@ -40,7 +40,7 @@ def is_noticed(site: Site) -> bool:
     try:
         done = subprocess.run(
             command,
-            env=os.environ | {"PREFIXD_MUTANT": str(site)},
+            env=os.environ | {"PREFIXD_MUTANT": str(site or "")},
             cwd=ROOT,
             check=False,
             capture_output=True,
@@ -65,8 +65,12 @@ def survivors(modules: list[str]) -> list[Site]:
     """Mutants that no test notices."""
     left = []
     for module in modules:
+        if is_noticed(module, None):
+            raise RuntimeError(
+                f"the tests of {module} fail without a mutant: nothing could be told from them"
+            )
         for site in sites(module):
-            noticed = is_noticed(site)
+            noticed = is_noticed(module, site)
             print(f"{'noticed ' if noticed else 'SURVIVED'}  {site}  {site.source}", flush=True)
             if not noticed:
                 left.append(site)
