@@ -20,7 +20,7 @@ import numpy as np
 from prefixd_server.base.config import MigrationConfig
 from prefixd_server.base.errors import LimitReached, PrefixdError
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, PrefetchRun, Rows, Slots, SlotState, Tier
+from prefixd_server.base.types import NO_SLOT, Hashes, PrefetchRun, Rows, Slots, SlotState, Tier
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.prefetch_holds import PrefetchHolds
 from prefixd_server.cache.sessions import Session, Sessions
@@ -234,8 +234,8 @@ class Prefetching:
         """Known and visible leading blocks of a piece of the run."""
         catalog = self._state.catalog
         space = catalog.namespaces.space(prefetch.namespace, *part)
-        rows = catalog.find(space, prefetch.hashes[first:last])
-        rows = rows[: leading(rows != NO_ROW)]
+        find = catalog.find_run if first else catalog.find_prefix
+        rows = find(space, prefetch.hashes[first:last])
         return rows[: leading(catalog.visible(rows))]
 
     def _hold(self, prefetch: Prefetch, part: Part, rows: Rows) -> int:

@@ -278,9 +278,8 @@ class Reading:
         tiers = np.zeros(0, dtype=np.uint8)
         for shard, group in parts:
             space = catalog.namespaces.space(namespace, shard, group)
-            rows = catalog.find(space, hashes[:known])
-            known = leading(rows >= 0)
-            rows = rows[:known]
+            rows = catalog.find_prefix(space, hashes[:known])
+            known = len(rows)
             tier = self._tier_of(rows, allowed)
             servable = tier != 0
             if catalog.waiting_count:

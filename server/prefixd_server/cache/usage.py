@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_ROW, Hashes, RequestPhase, Rows, UsageReport
+from prefixd_server.base.types import Hashes, RequestPhase, Rows, UsageReport
 from prefixd_server.cache.migration import Migration
 from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.sessions import Session, Sessions
@@ -82,12 +82,11 @@ class Usage:
         catalog = self._state.catalog
         parts = {}
         for part in namespace.spec.parts:
-            rows = catalog.find(catalog.namespaces.space(namespace, *part), run)
-            parts[part] = rows[: leading(rows != NO_ROW)]
+            parts[part] = catalog.find_prefix(catalog.namespaces.space(namespace, *part), run)
         return parts
 
     def _visible_path(self, space: int, run: Hashes) -> Rows:
-        rows = self._state.catalog.find(space, run)
+        rows = self._state.catalog.find_prefix(space, run)
         return rows[: leading(self._state.catalog.visible(rows))]
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, Hashes, Rows, StopReason
 from prefixd_server.cache.state import State
 from prefixd_server.cache.watching import RequestBegan, RequestEnded, Watchers
@@ -148,8 +147,7 @@ class Workload:
         catalog = self._state.catalog
         if request.run is not None:
             for space in request.namespace.spaces.values():
-                rows = catalog.find(space, request.run)
-                rows = rows[: leading(rows != NO_ROW)]
+                rows = catalog.find_prefix(space, request.run)
                 if len(rows):
                     self._state.apply(ReplyEnded(rows, request.used_at, reply))
         request.access = None

@@ -63,6 +63,23 @@ class CatalogReads:
             return np.full(len(hashes), NO_ROW, dtype=np.int32)
         return self.keys.find(space, hashes)
 
+    def find_run(self, space: int | None, hashes: Hashes) -> Rows:
+        """Rows of the leading blocks that are known, each below the one before it.
+
+        What a caller sends need not be a chain: what follows a break in it is not kept.
+        """
+        rows = self.find(space, hashes)
+        rows = rows[: leading(rows != NO_ROW)]
+        if len(rows) < 2:
+            return rows
+        chained: Rows = rows[: 1 + leading(self.columns.parent.take(rows[1:]) == rows[:-1])]
+        return chained
+
+    def find_prefix(self, space: int | None, hashes: Hashes) -> Rows:
+        """The same of a run that begins at a first block; nothing when it does not."""
+        rows = self.find_run(space, hashes)
+        return rows if len(rows) == 0 or self.columns.parent[rows[0]] == NO_ROW else rows[:0]
+
     def slot_bytes_of_row(self, row: int) -> int:
         """Bytes of a slot that a block of this row's kind takes."""
         namespace, _, kv_group = self.namespaces.owner(int(self.columns.space[row]))
