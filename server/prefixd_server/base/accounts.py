@@ -128,16 +128,16 @@ class TierStats:
     """free + reserved + resident + quarantined slots = slots (EVICTING counts as resident)."""
 
     tier: Tier
-    capacity_bytes: int
-    assigned_bytes: int
-    prefaulted_bytes: int
-    segment_count: int
-    segment_bytes: int
-    slot_count: int
-    free_slot_count: int
-    reserved_slot_count: int
-    resident_slot_count: int
-    quarantined_slot_count: int
+    capacity_bytes: int = 0
+    assigned_bytes: int = 0
+    prefaulted_bytes: int = 0
+    segment_count: int = 0
+    segment_bytes: int = 0
+    slot_count: int = 0
+    free_slot_count: int = 0
+    reserved_slot_count: int = 0
+    resident_slot_count: int = 0
+    quarantined_slot_count: int = 0
     numa_nodes: tuple[int, ...] = ()
     page_kind: str = "pages"
     state: str = "ready"
@@ -151,25 +151,6 @@ class TierStats:
     def is_ready(self) -> bool:
         """Whether blocks are read from it and written to it."""
         return self.state == "ready"
-
-
-def failed_stats(tier: Tier, state: str, reason: str) -> TierStats:
-    """Of a tier whose medium could not be opened: it has nothing."""
-    return TierStats(
-        tier=tier,
-        capacity_bytes=0,
-        assigned_bytes=0,
-        prefaulted_bytes=0,
-        segment_count=0,
-        segment_bytes=0,
-        slot_count=0,
-        free_slot_count=0,
-        reserved_slot_count=0,
-        resident_slot_count=0,
-        quarantined_slot_count=0,
-        state=state,
-        state_reason=reason,
-    )
 
 
 @dataclass(slots=True)

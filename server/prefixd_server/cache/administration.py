@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from prefixd_server.base.accounts import (
@@ -12,7 +14,6 @@ from prefixd_server.base.accounts import (
     NamespaceInfo,
     Stats,
     TierStats,
-    failed_stats,
 )
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
@@ -167,7 +168,7 @@ class Administration:
         pools = self._pools(tenant)
         others = [tier.stats(pools) for tier in (self._hbm, self._nvme) if tier is not None]
         if self._nvme_failure:
-            others.append(failed_stats(Tier.NVME, NvmeState.FAILED.value, self._nvme_failure))
+            others.append(TierStats(Tier.NVME, state=NvmeState.FAILED.value, state_reason=self._nvme_failure))
         return (self._dram_stats(tenant), *others)
 
     def _pools(self, tenant: str | None) -> list[int]:
@@ -175,23 +176,10 @@ class Administration:
         return list(range(names.pool_count)) if tenant is None else names.pools_of_tenant(tenant)
 
     def _dram_stats(self, tenant: str | None) -> TierStats:
-        table = self._state.catalog.slots[Tier.DRAM]
         dram = self._state.dram
-        pools = self._pools(tenant)
-        counts = [table.counts(pool) for pool in pools]
-        segments = sum(table.segment_count_of(pool) for pool in pools)
-        return TierStats(
-            tier=Tier.DRAM,
-            capacity_bytes=table.segment_count * table.segment_bytes,
-            assigned_bytes=segments * table.segment_bytes,
+        return replace(
+            self._state.catalog.slots[Tier.DRAM].stats(Tier.DRAM, self._pools(tenant)),
             prefaulted_bytes=dram.prefaulted_bytes,
-            segment_count=table.segment_count,
-            segment_bytes=table.segment_bytes,
-            slot_count=sum(table.slot_count(pool) for pool in pools),
-            free_slot_count=sum(c.free for c in counts),
-            reserved_slot_count=sum(c.reserved for c in counts),
-            resident_slot_count=sum(c.resident for c in counts),
-            quarantined_slot_count=sum(c.quarantined for c in counts),
             numa_nodes=dram.numa_nodes,
             page_kind=dram.page_kind,
         )
@@ -253,6 +241,7 @@ class Administration:
 
     async def drop_namespace(self, tenant: str, ref: NamespaceRef) -> tuple[int, int]:
         """Forgets a namespace at once, durably. (new epoch, blocks forgotten)."""
+        self._state.refuse_when_handed_over()
         catalog = self._state.catalog
         namespace = catalog.namespaces.get(tenant, ref)
         blocks = sum(catalog.tree.block_count(space) for space in namespace.spaces.values())

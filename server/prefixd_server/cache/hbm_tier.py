@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -300,20 +301,9 @@ class HbmTier:
 
     def stats(self, pools: list[int]) -> TierStats:
         """What the given pools hold here."""
-        table = self._state.catalog.slots[Tier.HBM]
-        counts = [table.counts(pool) for pool in pools]
-        return TierStats(
-            tier=Tier.HBM,
-            capacity_bytes=table.segment_count * table.segment_bytes,
-            assigned_bytes=sum(table.segment_count_of(pool) for pool in pools) * table.segment_bytes,
+        return replace(
+            self._state.catalog.slots[Tier.HBM].stats(Tier.HBM, pools),
             prefaulted_bytes=self.medium.allocated_bytes,
-            segment_count=table.segment_count,
-            segment_bytes=table.segment_bytes,
-            slot_count=sum(table.slot_count(pool) for pool in pools),
-            free_slot_count=sum(c.free for c in counts),
-            reserved_slot_count=sum(c.reserved for c in counts),
-            resident_slot_count=sum(c.resident for c in counts),
-            quarantined_slot_count=sum(c.quarantined for c in counts),
             page_kind="device",
             state=self.state.value,
             state_reason=self.reason,

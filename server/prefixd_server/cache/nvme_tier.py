@@ -8,6 +8,7 @@ record is durably gone.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -253,20 +254,8 @@ class NvmeTier:
 
     def stats(self, pools: list[int]) -> TierStats:
         """What the given pools hold here."""
-        table = self._state.catalog.slots[Tier.NVME]
-        counts = [table.counts(pool) for pool in pools]
-        return TierStats(
-            tier=Tier.NVME,
-            capacity_bytes=table.segment_count * table.segment_bytes,
-            assigned_bytes=sum(table.segment_count_of(pool) for pool in pools) * table.segment_bytes,
-            prefaulted_bytes=0,
-            segment_count=table.segment_count,
-            segment_bytes=table.segment_bytes,
-            slot_count=sum(table.slot_count(pool) for pool in pools),
-            free_slot_count=sum(c.free for c in counts),
-            reserved_slot_count=sum(c.reserved for c in counts),
-            resident_slot_count=sum(c.resident for c in counts),
-            quarantined_slot_count=sum(c.quarantined for c in counts),
+        return replace(
+            self._state.catalog.slots[Tier.NVME].stats(Tier.NVME, pools),
             page_kind="files",
             state=self.health.state.value,
             state_reason=self.health.reason,

@@ -14,13 +14,15 @@ to evict. The event loop owns it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, Checksums, Extent, Rows, Slots, SlotState
+from prefixd_server.base.accounts import TierStats
+from prefixd_server.base.types import NO_ROW, Checksums, Extent, Rows, Slots, SlotState, Tier
 from prefixd_server.catalog.freeruns import run_edges, slots_of
 from prefixd_server.catalog.segments import SegmentTable
 from prefixd_server.catalog.slot_audit import audit_slots
@@ -201,6 +203,22 @@ class SlotTable(SegmentTable):
         total = [sum(tally[state] for tally in chosen) for state in range(_STATE_COUNT)]
         return SlotCounts(
             total[_FREE], total[_RESERVED], total[_RESIDENT] + total[_EVICTING], total[_QUARANTINED]
+        )
+
+    def stats(self, tier: Tier, pools: Sequence[int]) -> TierStats:
+        """What this tier's slots are, and what these pools have of them."""
+        counts = [self.counts(pool) for pool in pools]
+        return TierStats(
+            tier=tier,
+            capacity_bytes=self.segment_count * self.segment_bytes,
+            assigned_bytes=sum(self.segment_count_of(pool) for pool in pools) * self.segment_bytes,
+            segment_count=self.segment_count,
+            segment_bytes=self.segment_bytes,
+            slot_count=sum(self.slot_count(pool) for pool in pools),
+            free_slot_count=sum(c.free for c in counts),
+            reserved_slot_count=sum(c.reserved for c in counts),
+            resident_slot_count=sum(c.resident for c in counts),
+            quarantined_slot_count=sum(c.quarantined for c in counts),
         )
 
     def lease_total(self) -> int:
