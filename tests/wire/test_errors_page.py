@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 SOURCES = sorted(Path(prefixd_server.__file__).parent.rglob("*.py"))
 CLASSES = "|".join(
     [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    + ["AlreadyRunning", "packets.refusal"]
+    + ["AlreadyRunning", "TakeoverRefused", "packets.refusal"]
 )
 _RAISED = re.compile(rf'\b(?:{CLASSES})\(\s*"([A-Z][A-Z_]+)"')
 _LISTED = re.compile(r"`([A-Z]+(?:_[A-Z]+)+|INTERNAL|DRAINING)`")

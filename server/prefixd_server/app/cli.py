@@ -36,6 +36,10 @@ _ELSEWHERE: dict[str, tuple[str, str]] = {
 """Commands whose imports are heavy: name -> (module, attribute), loaded when asked for."""
 
 
+SOMEBODY_ELSES = frozenset({"ALREADY_RUNNING", "TAKEOVER_REFUSED"})
+"""Why a daemon does not start where another one runs."""
+
+
 class LazyGroup(click.Group):
     """A group that imports the commands of other rooms only when they are called."""
 
@@ -117,9 +121,18 @@ def _loaded(
 
 
 @main.command()
+@click.option(
+    "--takeover",
+    is_flag=True,
+    help="Have a daemon that runs already hand the node over; see docs/upgrade.md.",
+)
 @_config_options
 def serve(
-    file: Path | None, tenants: tuple[str, ...], settings: tuple[str, ...], **flags: str | None
+    takeover: bool,
+    file: Path | None,
+    tenants: tuple[str, ...],
+    settings: tuple[str, ...],
+    **flags: str | None,
 ) -> None:
     """Run the daemon until SIGTERM, which drains it; a second signal ends it at once."""
     config = _loaded(file, tenants, settings, flags)
@@ -127,12 +140,12 @@ def serve(
     from prefixd_server.app.process import run  # noqa: PLC0415 - other verbs need not wait for its imports
 
     try:
-        status = run(config)
+        status = run(config, takeover=takeover)
     except PrefixdError as error:
         logger("prefixd.daemon").error(
             "cannot start", reason=error.reason, detail=error.message, **error.metadata
         )
-        sys.exit(Exit.ALREADY_RUNNING if error.reason == "ALREADY_RUNNING" else Exit.USAGE)
+        sys.exit(Exit.ALREADY_RUNNING if error.reason in SOMEBODY_ELSES else Exit.USAGE)
     sys.exit(status)
 
 

@@ -13,15 +13,19 @@ from pathlib import Path
 
 import prefixd_server
 from prefixd_server.app.exposition import Exposition
-from prefixd_server.app.lock import Lock, data_dir_lock, remove_sockets, socket_lock
+from prefixd_server.app.lock import AlreadyRunning, Lock, data_dir_lock, remove_sockets, socket_lock
+from prefixd_server.app.takeover import HandingOver, Predecessor
 from prefixd_server.base.clock import Clock, SystemClock
 from prefixd_server.base.config import Config, TenantConfig, config_error
+from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.logs import logger
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.build import build_cache
 from prefixd_server.cache.cache import Cache
+from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.movers import Movers
+from prefixd_server.rpc.admin_service import Ends
 from prefixd_server.rpc.callers import Callers
 from prefixd_server.rpc.companion import Companion
 from prefixd_server.rpc.probes import ProbeServer
@@ -33,6 +37,11 @@ STOP_GRACE_S = 0.25
 """For answers that are on their way when the sockets close; leases have ended by then."""
 TIER_LOOK_INTERVAL_S = 0.1
 """How late health may tell that a tier is away or back."""
+FAREWELL_INTERVAL_S = 0.02
+REGAIN_COUNT, REGAIN_INTERVAL_S = 20, 0.25
+"""How often and how long to look whether a successor that failed has let go of the locks."""
+READ_IN_TIMEOUT_S = 60.0
+"""Then engines are served without what NVMe holds, until it is read in."""
 LAG_INTERVAL_S = 0.1
 """How often the loop's lag is measured."""
 
@@ -43,10 +52,15 @@ class Daemon:
     Args:
         config: checked.
         clock: leases and policy follow it; tests give a manual one.
+        takeover: whether start() asks a daemon that runs already to hand the node over (takeover.py).
     """
 
-    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, *, takeover: bool = False) -> None:
         self.config = config
+        self.handing_over = HandingOver(self._let_go, self._make_way)
+        self._takeover = takeover
+        self._locks: list[Lock] = []
+        self._addresses = contextlib.AsyncExitStack()
         self.ports: dict[str, int] = {}
         self._clock = clock or SystemClock()
         self._open = contextlib.AsyncExitStack()
@@ -68,17 +82,24 @@ class Daemon:
         return self.cache.state.metrics
 
     async def start(self) -> None:
-        """Serves when it returns. Raises ConfigError or AlreadyRunning, with nothing left open."""
+        """Serves when it returns. Raises PrefixdError, with nothing left open."""
         try:
-            self._take_locks()
             config = self.config
+            dram, predecessor = await self._ask_predecessor() if self._takeover else (None, None)
+            self._take_locks(replacing=predecessor is not None)
             movers = Movers(config.movers.thread_count, config.movers.queue_limit)
-            self._cache = build_cache(config, self._clock, movers)
+            self._cache = build_cache(config, self._clock, movers, dram=dram)
             self._open.push_async_callback(self._cache.stop)
             self._cache.start()
             self._open.push_async_callback(self._stop_servers)
+            if predecessor is not None:
+                await self._read_in()
+                failpoint("takeover.opened")
+                await predecessor.ready()
+                failpoint("takeover.ready")
             for tenant in config.all_tenants:
                 await self._open_tenant(tenant)
+            self._open.push_async_callback(self._addresses.aclose)
             await self._open_addresses()
         except BaseException:
             await self._open.aclose()
@@ -86,6 +107,9 @@ class Daemon:
         self._watch_lag()
         self._watch_tiers()
         await self._set_serving(True)
+        if predecessor is not None:
+            failpoint("takeover.published")
+            await predecessor.serving()
         self._log.info(
             "serving",
             version=prefixd_server.__version__,
@@ -105,6 +129,40 @@ class Daemon:
         remaining = await self.cache.drained(timeout)
         self._log.info("drained", remaining_leases=remaining)
         return remaining
+
+    async def leave(self) -> None:
+        """After a takeover: ends each session when its leases are gone; its engine goes to the new daemon.
+
+        What is left when the drain's time is over goes with stop().
+        """
+        loop, timeout_s = asyncio.get_running_loop(), self.config.drain.timeout_s
+        gone_at = loop.time() + timeout_s
+        while self.cache.farewell() and loop.time() < gone_at:
+            await asyncio.sleep(FAREWELL_INTERVAL_S)
+        # Answers in pieces, which no session stands for, come to their end.
+        self._grace_s = max(STOP_GRACE_S, gone_at - loop.time())
+        self._log.info("left", remaining_leases=self.cache.state.leases.live_count())
+
+    async def must_begin_anew(self) -> bool:
+        """Whether a takeover has failed and nobody else has the node: what was let go of is to be opened.
+
+        The locks are free on return; taking them is the new beginning's.
+        """
+        if not self.handing_over.is_over or self.handing_over.succeeded:
+            return False
+        for _ in range(REGAIN_COUNT):
+            try:
+                for lock in self._locks:
+                    lock.acquire()
+            except AlreadyRunning as owner:
+                self._log.info("another daemon has the node", detail=owner.message)
+            else:
+                return True
+            finally:
+                for lock in self._locks:
+                    lock.release()
+            await asyncio.sleep(REGAIN_INTERVAL_S)
+        return False
 
     def hurry(self) -> None:
         """From now on stop() waits for nobody."""
@@ -129,7 +187,33 @@ class Daemon:
 
     # -- start, step by step -------------------------------------------------------------------
 
-    def _take_locks(self) -> None:
+    async def _ask_predecessor(self) -> tuple[DramMedium, Predecessor | None]:
+        """Our memory, and the daemon that has let go for us, if one runs. Raises PrefixdError."""
+        # First, so that a lack of memory is found while the old daemon still has everything.
+        dram = DramMedium.from_config(self.config)
+        release_memory = self._open.enter_context(contextlib.ExitStack())
+        release_memory.callback(dram.close)
+        failpoint("takeover.memory")
+        admin = next(tenant for tenant in self.config.all_tenants if tenant.admin)
+        predecessor = Predecessor(_socket_of(admin))
+        # Closed after all else: the old daemon, told so, finds the locks free.
+        self._open.push_async_callback(predecessor.close)
+        found = await predecessor.asked()
+        release_memory.pop_all()
+        failpoint("takeover.given")
+        return dram, predecessor if found else None
+
+    async def _read_in(self) -> None:
+        """Waits until NVMe has been read in, as the old daemon serves from memory meanwhile."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + READ_IN_TIMEOUT_S
+        while any(tier.state == "recovering" for tier in self.cache.stats(None).tiers):
+            if loop.time() > until:
+                self._log.warning("NVMe is still being read in", waited_s=READ_IN_TIMEOUT_S)
+                return
+            await asyncio.sleep(TIER_LOOK_INTERVAL_S)
+
+    def _take_locks(self, *, replacing: bool) -> None:
         data_dir = self.config.server.data_dir
         if data_dir is not None:
             _make_directory(data_dir, 0o700, "data_dir")
@@ -137,13 +221,21 @@ class Daemon:
         for tenant in self.config.all_tenants:
             socket = _socket_of(tenant)
             _make_directory(socket.parent, 0o755, "socket")
-            self._lock(socket_lock(socket))
-            remove_sockets(socket)
-            self._open.callback(remove_sockets, socket)
+            lock = self._lock(socket_lock(socket))
+            remove_sockets(socket, published=not replacing)
+            self._open.callback(self._remove_own, lock, socket)
 
-    def _lock(self, lock: Lock) -> None:
+    def _lock(self, lock: Lock) -> Lock:
         lock.acquire()
+        self._locks.append(lock)
         self._open.callback(lock.release)
+        return lock
+
+    @staticmethod
+    def _remove_own(lock: Lock, socket: Path) -> None:
+        """Removes the sockets, unless they are another daemon's by now."""
+        if lock.is_held:
+            remove_sockets(socket)
 
     async def _open_tenant(self, tenant: TenantConfig) -> None:
         socket = _socket_of(tenant)
@@ -161,22 +253,39 @@ class Daemon:
             tenants = self.config.all_tenants
             seats = tuple(Seat(tenant.name, admin=False, companion_path="") for tenant in tenants)
             server = self._server(seats, Callers(tenants))
+            self._addresses.push_async_callback(self._stop_server, server)
             credentials = server_credentials(self.config.tls)
             self.ports["listen"] = await server.open_tcp(addresses.listen, credentials)
         if addresses.probes:
             probes = ProbeServer()
-            self._open.push_async_callback(probes.stop)
+            self._addresses.push_async_callback(probes.stop)
             self.ports["probes"] = await probes.open(addresses.probes)
             self._probes.append(probes)
         if addresses.metrics:
             exposition = Exposition(self._render_metrics)
             self.ports["metrics"] = await exposition.open(addresses.metrics)
-            self._open.push_async_callback(exposition.close)
+            self._addresses.push_async_callback(exposition.close)
+
+    # -- end by takeover, step by step ---------------------------------------------------------
+
+    async def _let_go(self) -> None:
+        await self.cache.hand_over()
+        failpoint("takeover.nvme-closed")
+        for lock in self._locks:
+            lock.release()
+
+    async def _make_way(self) -> None:
+        self.cache.drain_begin()
+        await self._addresses.aclose()
 
     def _server(self, seats: tuple[Seat, ...], callers: Callers | None = None) -> WireServer:
-        server = WireServer(self.cache, seats, self.config.leases, self.drain, self.metrics, callers)
+        ends = Ends(self.drain, self.handing_over.serve)
+        server = WireServer(self.cache, seats, self.config.leases, ends, self.metrics, callers)
         self._servers.append(server)
         return server
+
+    async def _stop_server(self, server: WireServer) -> None:
+        await server.stop(self._grace_s)
 
     async def _stop_servers(self) -> None:
         await asyncio.gather(*(server.stop(self._grace_s) for server in self._servers))

@@ -15,19 +15,7 @@ from prefixd_server.app.operate import common_options, connected, hash_bytes, na
 
 @click.command()
 @common_options
-@namespace_option
-@click.option("--shard", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--group", type=click.IntRange(min=0), default=0, show_default=True, help="The KV group.")
-@click.argument("block_hash", metavar="HASH")
-def explain(
-    socket: Path | None, as_json: bool, timeout: float, name: str, shard: int, group: int, block_hash: str
-) -> None:
+@block_options
+def explain(**options: Any) -> None:
     """Show what a block is worth, where it would be placed, and why."""
-    (key,) = hash_bytes((block_hash,))
-    with connected(socket, timeout, as_json) as operator:
-        request = wire.ExplainBlockRequest(
-            namespace=operator.namespace(name), shard=shard, kv_group=group, block_hash=key
-        )
-        answer = operator.call("ExplainBlock", request)
-        operator.show(answer, tables.explanation)
-    sys.exit(Exit.OK if answer.found else Exit.FAILED)
+    show_block("ExplainBlock", wire.ExplainBlockRequest, tables.explanation, **options)

@@ -33,6 +33,11 @@ class Lock:
         self.path = path
         self._fd = -1
 
+    @property
+    def is_held(self) -> bool:
+        """Whether we hold it."""
+        return self._fd >= 0
+
     def acquire(self) -> None:
         """Takes the lock and writes our pid into the file.
 
@@ -100,8 +105,11 @@ def data_dir_lock(data_dir: Path) -> Lock:
     return Lock(data_dir / "LOCK")
 
 
-def remove_sockets(socket: Path) -> None:
+def remove_sockets(socket: Path, *, published: bool = True) -> None:
     """Removes a socket, its companion and what was being made of them; the caller holds the lock.
+
+    Args:
+        published: False leaves those that another daemon still listens on, to be replaced by rename.
 
     Raises:
         ConfigError: something else than a socket is in the way.
@@ -111,6 +119,7 @@ def remove_sockets(socket: Path) -> None:
         try:
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise config_error("configuration", "socket", path, "is there already and is not a socket")
-            path.unlink()
+            if published:
+                path.unlink()
         except FileNotFoundError:
             continue

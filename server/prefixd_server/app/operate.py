@@ -53,7 +53,20 @@ namespace_option = click.option(
     metavar="HEX[@EPOCH]",
     help="Fingerprint, or its start; see `namespaces`.",
 )
+_block_options = (
+    click.argument("block_hash", metavar="HASH"),
+    click.option("--group", type=click.IntRange(min=0), default=0, show_default=True, help="The KV group."),
+    click.option("--shard", type=click.IntRange(min=0), default=0, show_default=True),
+    namespace_option,
+)
 _hashes_argument = click.argument("hashes", nargs=-1, metavar="HASH...")
+
+
+def block_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that name one block."""
+    for option in _block_options:
+        command = option(command)
+    return command
 
 
 class Operator:
@@ -146,6 +159,30 @@ def hash_bytes(hashes: tuple[str, ...]) -> list[bytes]:
         raise click.UsageError(f"a prefix hash must be hex: {error}") from error
 
 
+def show_block(
+    method: str,
+    request_type: type[Message],
+    table: Callable[[Any], None],
+    *,
+    socket: Path | None,
+    as_json: bool,
+    timeout: float,
+    name: str,
+    shard: int,
+    group: int,
+    block_hash: str,
+) -> None:
+    """Shows what a method says about one block; exits with FAILED where it is not known."""
+    (key,) = hash_bytes((block_hash,))
+    with connected(socket, timeout, as_json) as operator:
+        request = request_type(
+            namespace=operator.namespace(name), shard=shard, kv_group=group, block_hash=key
+        )
+        answer = operator.call(method, request)
+        operator.show(answer, table)
+    sys.exit(Exit.OK if answer.found else Exit.FAILED)
+
+
 @click.command()
 @common_options
 def stats(socket: Path | None, as_json: bool, timeout: float) -> None:
@@ -172,22 +209,10 @@ def namespaces(socket: Path | None, as_json: bool, timeout: float) -> None:
 
 @click.command()
 @common_options
-@namespace_option
-@click.option("--shard", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--group", type=click.IntRange(min=0), default=0, show_default=True, help="The KV group.")
-@click.argument("block_hash", metavar="HASH")
-def describe(
-    socket: Path | None, as_json: bool, timeout: float, name: str, shard: int, group: int, block_hash: str
-) -> None:
+@block_options
+def describe(**options: Any) -> None:
     """Show everything known about one block, with its story."""
-    (key,) = hash_bytes((block_hash,))
-    with connected(socket, timeout, as_json) as operator:
-        request = wire.DescribeBlockRequest(
-            namespace=operator.namespace(name), shard=shard, kv_group=group, block_hash=key
-        )
-        answer = operator.call("DescribeBlock", request)
-        operator.show(answer, tables.block)
-    sys.exit(Exit.OK if answer.found else Exit.FAILED)
+    show_block("DescribeBlock", wire.DescribeBlockRequest, tables.block, **options)
 
 
 @click.command()

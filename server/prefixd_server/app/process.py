@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 from collections.abc import Awaitable
 from typing import Any
 
@@ -20,14 +21,22 @@ from prefixd_server.base.config import Config
 from prefixd_server.base.logs import logger
 
 
-def run(config: Config) -> Exit:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once. Raises PrefixdError."""
+def run(config: Config, *, takeover: bool = False) -> Exit:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once. Raises PrefixdError.
+
+    A takeover by another daemon ends it, too. One that fails when the node was let go of already has this
+    process begin anew, as after any death: it does not return then.
+    """
     # A watchdog's SIGABRT shows in the log where the loop hung.
     faulthandler.enable()
-    return uvloop.run(_serve_until_signalled(config))
+    status = uvloop.run(_serve_until_signalled(config, takeover))
+    if status is None:
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - our own command line, no shell
+    return status
 
 
-async def _serve_until_signalled(config: Config) -> Exit:
+async def _serve_until_signalled(config: Config, takeover: bool) -> Exit | None:
+    """The exit status; None when the process is to begin anew."""
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -36,7 +45,7 @@ async def _serve_until_signalled(config: Config) -> Exit:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    daemon = Daemon(config)
+    daemon = Daemon(config, takeover=takeover)
     await daemon.start()
     # What is there now stays for good: no collection needs to look at it again.
     gc.collect()
@@ -45,9 +54,13 @@ async def _serve_until_signalled(config: Config) -> Exit:
         beating = asyncio.ensure_future(keep_beating(notifier, daemon.status))
         try:
             notifier.ready(daemon.status())
-            await _first_of(beating, first.wait())
+            await _first_of(beating, first.wait(), daemon.handing_over.wait())
+            if await daemon.must_begin_anew():
+                daemon.hurry()
+                return None
             notifier.stopping("draining", config.drain.timeout_s)
-            await _first_of(beating, daemon.drain(), second.wait())
+            going = daemon.leave() if daemon.handing_over.is_over else daemon.drain()
+            await _first_of(beating, going, second.wait())
         except Exception as error:  # whatever ended a background task: the daemon cannot keep its promises
             logger("prefixd.daemon").critical("a background task has ended", exc_info=error)
             return Exit.FAILED

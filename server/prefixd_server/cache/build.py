@@ -91,21 +91,25 @@ class DiskSeams:
 
 
 def build_cache(
-    config: Config, clock: Clock, movers: Movers, seed: int | None = None, disk: DiskSeams | None = None
+    config: Config,
+    clock: Clock,
+    movers: Movers,
+    seed: int | None = None,
+    disk: DiskSeams | None = None,
+    dram: DramMedium | None = None,
 ) -> Cache:
     """A cache that is ready to start().
 
     Args:
         movers: the threads that copy in memory; tests give a hand-cranked twin.
-        disk: see there.
-        seed: of the policy's randomness; None for the system's. The key table
-            is always seeded from the system: hostile tenants choose hashes.
+        seed: of the policy's randomness; None for the system's, as the key table's always is.
+        disk, dram: seams of tests; memory that is allocated already, and the cache's from here on.
 
     Raises:
         ConfigError: when the memory cannot be had, or the data directory is damaged.
     """
     disk = disk or DiskSeams()
-    media = _Media(config, clock, disk.files)
+    media = _Media(config, clock, disk.files, dram)
     dram, medium, device = media.dram, media.nvme, media.hbm
     state = _state(config, clock, movers, seed, dram, medium, media.tables)
     endings = Endings(state)
@@ -121,13 +125,12 @@ def build_cache(
     hbm = None
     if device is not None:
         hbm = _hbm_placement(config, state, sessions, endings, room, device, copier, migration)
-    nvme = transfers = None
+    nvme = transfers = storage = None
     if medium is not None:
         room.next_to_go = NextToGo(state)
         nvme = _nvme_tier(config, state, room, medium, disk)
         transfers = Transfers(state, room, nvme, copier, migration)
     prefetching = Prefetching(state, sessions, transfers, config.migration)
-    storage = None
     if nvme is not None and transfers is not None and room.next_to_go is not None:
         scheduler = Scheduler(state, nvme, transfers, migration, prefetching, room.next_to_go)
         storage = Storage(state, nvme, transfers, epochs, scheduler)
@@ -165,8 +168,8 @@ class _Media:
     nvme_failure: why the NVMe tier is not there although it should be; empty otherwise.
     """
 
-    def __init__(self, config: Config, clock: Clock, files: Files | None) -> None:
-        self.dram = DramMedium.from_config(config)
+    def __init__(self, config: Config, clock: Clock, files: Files | None, dram: DramMedium | None) -> None:
+        self.dram = dram or DramMedium.from_config(config)
         self.tables = {Tier.DRAM: SlotTable(Tier.DRAM, config.segment_bytes, config.segment_count)}
         self.nvme_failure = ""
         self.nvme: NvmeMedium | None = None

@@ -236,12 +236,13 @@ class Cache:
         self.state.handed_over = True
         # Epochs that are being written.
         await self.state.movers.drain()
-        if self.storage is None or self._storage_task is None:
-            return
-        self._tasks.remove(self._storage_task)
-        self._storage_task.cancel()
-        await asyncio.gather(self._storage_task, return_exceptions=True)
-        if not await self.storage.hand_over():
+        if self._storage_task is not None:
+            self._tasks.remove(self._storage_task)
+            self._storage_task.cancel()
+            await asyncio.gather(self._storage_task, return_exceptions=True)
+            self._storage_task = None
+        if self.storage is not None and not await self.storage.hand_over():
+            self.state.handed_over = False
             raise Unavailable(
                 "HAND_OVER_FAILED",
                 "the NVMe disk hangs, and what it still writes must not meet another daemon; stop this one",

@@ -3,6 +3,7 @@
     RECOVERING -> READY <-> FULL      no room on the disk: reads go on
                   READY <-> PAUSED    the disk fails or is slow, or the index is down: nothing goes on
                   any    -> REFUSED   what is on disk is not ours to use; until the next start
+                  any    -> HANDED_OVER   the next daemon has it; nothing goes on here any more
 
 A pause ends when the index is there and a probe of every directory has gone
 well, and fast enough; each that has not makes the next one wait longer.
@@ -52,6 +53,7 @@ class NvmeState(Enum):
     REFUSED = "refused"
     FAILED = "failed"
     """The disk failed while it was opened: there is no tier, and nothing here to pause or resume."""
+    HANDED_OVER = "handed_over"
 
 
 class NvmeHealth:
@@ -109,6 +111,10 @@ class NvmeHealth:
     def refuse(self, refusal: ConfigError) -> None:
         """The index is not ours to open: the tier stays off until the next start."""
         self._move(NvmeState.REFUSED, refusal.message)
+
+    def hand_over(self) -> None:
+        """The tier is about to be closed for the next daemon: nothing is begun any more, nobody waits."""
+        self._move(NvmeState.HANDED_OVER, "the next daemon takes it over")
 
     def failed(self, error: Exception) -> None:
         """A transfer or a commit ended so. A queue that is full is no fault."""
@@ -209,7 +215,7 @@ class NvmeHealth:
             return
         lasted_s = self._clock.now() - self._since
         self._since = self._clock.now()
-        say = log.info if state is NvmeState.READY else log.error
+        say = log.info if state in {NvmeState.READY, NvmeState.HANDED_OVER} else log.error
         say(f"NVMe tier {state.value}", was=former.value, lasted_s=round(lasted_s, 3), reason=reason)
         if state is NvmeState.READY:
             self._read_errors_in_a_row = 0

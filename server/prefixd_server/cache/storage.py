@@ -39,6 +39,12 @@ class Storage:
             return
         await asyncio.gather(self.nvme.run(), self.nvme.health.run(), self.scheduler.run())
 
+    async def hand_over(self) -> bool:
+        """close(), while the daemon goes on: from now on the tier is as good as away."""
+        self.nvme.health.hand_over()
+        self.transfers.hurry()
+        return await self.close()
+
     async def close(self) -> bool:
         """Lets what is under way arrive, then closes index and files: no mover may write to a closed one.
 

@@ -304,6 +304,10 @@ class Transfers:
                     arrival.set_result(None)
             self._arriving.clear()
 
+    def hurry(self) -> None:
+        """The tier goes: nothing waits for its turn on the link any more."""
+        self._migration.governors[DRAM_NVME].hurry()
+
     async def drain(self) -> None:
         """Waits for the transfers under way."""
         if self._tasks:

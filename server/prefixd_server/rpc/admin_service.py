@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from prefixd.v1 import admin_service_pb2 as wire
 
@@ -22,14 +23,26 @@ Drain = Callable[[float | None], Awaitable[int]]
 """Stops admitting, waits at most so many seconds (None: as configured); leases still held."""
 
 
+HandOver = Callable[[AsyncIterator[wire.HandOverRequest]], AsyncIterator[wire.HandOverResponse]]
+"""Answers the steps of a daemon that takes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How the daemon ends on a caller's word."""
+
+    drain: Drain
+    hand_over: HandOver
+
+
 class AdminService:
     """What operators call, for one tenant's socket."""
 
-    def __init__(self, cache: Cache, seat: Seat, drain: Drain) -> None:
+    def __init__(self, cache: Cache, seat: Seat, ends: Ends) -> None:
         self._cache = cache
         self._seat = seat
         self._tenant = seat.tenant
-        self._drain = drain
+        self._ends = ends
 
     def get_stats(self, _: wire.GetStatsRequest) -> wire.GetStatsResponse:
         """Counters and gauges."""
@@ -83,7 +96,7 @@ class AdminService:
         """Stops admitting and waits for leases to end."""
         self._need_admin("Drain")
         timeout_s = checks.span_s(request, "timeout", allow_zero=True)
-        return wire.DrainResponse(remaining_lease_count=await self._drain(timeout_s))
+        return wire.DrainResponse(remaining_lease_count=await self._ends.drain(timeout_s))
 
     def check(self, _: wire.CheckRequest) -> wire.CheckResponse:
         """Verifies the catalog."""
@@ -104,10 +117,12 @@ class AdminService:
     def set_mode(self, request: wire.SetModeRequest) -> wire.SetModeResponse:
         """Switches how the daemon decides."""
         self._need_admin("SetMode")
-        if request.policy:
-            self._cache.set_policy(request.policy)
-        if request.conservative:
-            self._cache.set_conservative(request.conservative)
+        policy = checks.utf8("policy", request.policy, requests.NAME_BYTES_MAX)
+        conservative = checks.utf8("conservative", request.conservative, requests.NAME_BYTES_MAX)
+        if policy:
+            self._cache.set_policy(policy)
+        if conservative:
+            self._cache.set_conservative(conservative)
         return answers.mode(self._cache.state.policy.name, self._cache.stats(None).traffic)
 
     async def watch_events(self, _: wire.WatchEventsRequest) -> AsyncIterator[wire.WatchEventsResponse]:
@@ -118,6 +133,11 @@ class AdminService:
                 yield answers.event(event)
         finally:
             self._cache.watchers.close(self._tenant, watch)
+
+    def hand_over(self, steps: AsyncIterator[wire.HandOverRequest]) -> AsyncIterator[wire.HandOverResponse]:
+        """Gives the node to the daemon that calls, step by step."""
+        self._need_admin("HandOver")
+        return self._ends.hand_over(steps)
 
     def _namespace(self, request: requests.NamesNamespace) -> tuple[NamespaceRef, NamespaceSpec]:
         ref = requests.namespace_ref(request.namespace)

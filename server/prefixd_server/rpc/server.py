@@ -25,7 +25,7 @@ from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.base.types import Tier
 from prefixd_server.cache.cache import Cache
-from prefixd_server.rpc.admin_service import AdminService, Drain
+from prefixd_server.rpc.admin_service import AdminService, Ends
 from prefixd_server.rpc.audit import Audit
 from prefixd_server.rpc.cache_service import CacheService
 from prefixd_server.rpc.callers import Callers
@@ -69,7 +69,7 @@ class WireServer:
         cache: Cache,
         seats: Sequence[Seat],
         limits: LeaseConfig,
-        drain: Drain,
+        ends: Ends,
         metrics: Metrics,
         callers: Callers | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class WireServer:
             audited = service is _ADMIN_SERVICE
             guards = {}
             for seat in seats:
-                servicer = AdminService(cache, seat, drain) if audited else CacheService(cache, seat, limits)
+                servicer = AdminService(cache, seat, ends) if audited else CacheService(cache, seat, limits)
                 audit = Audit(seat.tenant) if audited else None
                 guards[seat.tenant] = guards_of(service, servicer, seat.tenant, metrics, audit)
             if callers is None:

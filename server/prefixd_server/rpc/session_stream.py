@@ -17,7 +17,7 @@ from prefixd_server.base.errors import InvalidRequest
 from prefixd_server.base.logs import logger
 from prefixd_server.base.types import HASH_COUNT_MAX
 from prefixd_server.cache.cache import Cache
-from prefixd_server.cache.sessions import DrainingNotice, Notice, Session
+from prefixd_server.cache.sessions import DrainingNotice, FarewellNotice, SegmentsRetiredNotice, Session
 from prefixd_server.rpc import answers, requests
 from prefixd_server.rpc.seat import Seat
 
@@ -95,7 +95,10 @@ class SessionStream:
             while True:
                 await asyncio.wait({heard, noticed}, return_when=asyncio.FIRST_COMPLETED)
                 if noticed.done():
-                    yield _notice(noticed.result())
+                    notice = noticed.result()
+                    if isinstance(notice, FarewellNotice):
+                        return
+                    yield _notice(notice)
                     noticed = asyncio.ensure_future(session.outbox.get())
                 if heard.done():
                     message = heard.result()
@@ -116,7 +119,7 @@ class SessionStream:
         )
 
 
-def _notice(notice: Notice) -> wire.OpenSessionResponse:
+def _notice(notice: SegmentsRetiredNotice | DrainingNotice) -> wire.OpenSessionResponse:
     if isinstance(notice, DrainingNotice):
         return wire.OpenSessionResponse(
             draining=wire.Draining(gone_after=answers.duration(notice.gone_after_s))
