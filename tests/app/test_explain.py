@@ -1,4 +1,4 @@
-"""app/explain.py: a block's worth and standing, from a real daemon."""
+"""`prefixd explain`: a block's worth and standing, from a real daemon."""
 
 from __future__ import annotations
 

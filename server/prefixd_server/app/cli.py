@@ -27,7 +27,6 @@ from prefixd_server.base.logs import configure_logging, logger
 
 _ELSEWHERE: dict[str, tuple[str, str]] = {
     "completion": ("prefixd_server.app.completion", "completion"),
-    "explain": ("prefixd_server.app.explain", "explain"),
     "inspect": ("prefixd_server.app.offline", "inspect"),
     "mode": ("prefixd_server.app.mode", "mode"),
     "record": ("prefixd_server.app.record", "record"),

@@ -217,6 +217,14 @@ def describe(**options: Any) -> None:
 
 @click.command()
 @common_options
+@block_options
+def explain(**options: Any) -> None:
+    """Show what a block is worth, where it would be placed, and why."""
+    show_block("ExplainBlock", wire.ExplainBlockRequest, tables.explanation, **options)
+
+
+@click.command()
+@common_options
 @namespace_option
 @click.option(
     "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Blocks to keep at the start."
@@ -304,4 +312,4 @@ def drain(socket: Path | None, as_json: bool, timeout: float, wait: float | None
     sys.exit(Exit.FAILED if answer.remaining_lease_count else Exit.OK)
 
 
-VERBS = (stats, leases, namespaces, describe, evict, pin, unpin, drop_namespace, check, drain)
+VERBS = (stats, leases, namespaces, describe, explain, evict, pin, unpin, drop_namespace, check, drain)
