@@ -48,7 +48,7 @@ def test_a_branch_splits_the_node_it_leaves(forest: Forest) -> None:
 def test_a_use_that_ends_inside_a_node_splits_it_and_counts_only_the_upper_part(forest: Forest) -> None:
     rows = forest.add(0, NO_ROW, 10, now=1.0, tiers=(DRAM,))
     forest.tree.attention[forest.columns.node[rows[0]]] = 10.0
-    (upper,) = forest.tree.touch(rows[:4], 5.0).tolist()
+    (upper,) = forest.tree.touch(rows[:4], 5.0)
     lower = forest.columns.node[rows[4]]
     tree = forest.tree
     assert (tree.use_count[upper], tree.use_count[lower]) == (2, 1)

@@ -91,7 +91,7 @@ def test_the_future_changes_nothing_before_it(seed: int) -> None:
     for request in range(cut):
         now = float(trace.arrival_s[request])
         assert one.request(request, now) == other.request(request, now)
-    assert one.row_of.tolist() == other.row_of.tolist()
+    assert one.columns.known.tolist() == other.columns.known.tolist()
     assert one.evicted_count == other.evicted_count > 0
 
 

@@ -86,8 +86,7 @@ class Catalog(CatalogReads):
     def _blocks_reserved(self, event: events.BlocksReserved) -> Effect:
         rows = self._new_rows(event.space, event.hashes)
         used_at = self._now if event.used_at is None else event.used_at
-        self.tree.add(event.space, event.parent_row, rows, used_at)
-        nodes = self.tree.nodes_of(rows)
+        nodes = self.tree.add(event.space, event.parent_row, rows, used_at)
         self.tree.nodes.classify(nodes, event.history)
         if event.returned:
             self.tree.nodes.mark_returned(nodes)
@@ -163,7 +162,7 @@ class Catalog(CatalogReads):
         return Effect()
 
     def _reply_ended(self, event: events.ReplyEnded) -> Effect:
-        self.tree.nodes.end_reply(self.tree.nodes_of(event.path), event.used_at, event.reply)
+        self.tree.nodes.end_reply(self.tree.nodes_of(event.path).tolist(), event.used_at, event.reply)
         return Effect()
 
     def _attention_observed(self, event: events.AttentionObserved) -> Effect:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import Tier
-from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.columns import Columns, as_floats
 
 NO_NODE = -1
@@ -78,6 +77,9 @@ class NodeViews:
         self.last_use = as_floats(nodes.last_use)
         self.use_count = nodes.use_count.data
         self.attention = as_floats(nodes.attention)
+        self.reused = nodes.reused.data
+        self.gap_class = nodes.gap_class.data
+        self.output_class = nodes.output_class.data
         self.history: list[Any] = [getattr(nodes, name).data for name in HISTORY]
 
 
@@ -122,17 +124,22 @@ class NodeColumns(Columns):
 
     # -- what the policy makes of the use of a node --------------------------------------------
 
-    def classify(self, nodes: Nodes, history: int) -> None:
+    def classify(self, nodes: list[int], history: int) -> None:
         """A request used these nodes, and its reply is still to come."""
-        self.gap_class[nodes] = history
-        self.output_class[nodes] = 0
+        gap_class, output_class = self.mv.gap_class, self.mv.output_class
+        for node in nodes:
+            gap_class[node] = history
+            output_class[node] = 0
 
-    def mark_returned(self, nodes: Nodes) -> None:
+    def mark_returned(self, nodes: list[int]) -> None:
         """These new nodes were used before they were forgotten; what follows must not be appended to them."""
-        self.reused[nodes] = 1
-        self.use_count[nodes] = 2
+        for node in nodes:
+            self.mv.reused[node] = 1
+            self.mv.use_count[node] = 2
 
-    def end_reply(self, nodes: Nodes, used_at: float, reply: int) -> None:
+    def end_reply(self, nodes: list[int], used_at: float, reply: int) -> None:
         """The reply to the request that used these nodes then has ended; those used since stay."""
-        unused_since = nodes[self.last_use.take(nodes) == used_at]
-        self.output_class[unused_since] = reply
+        last_use, output_class = self.mv.last_use, self.mv.output_class
+        for node in nodes:
+            if last_use[node] == used_at:
+                output_class[node] = reply

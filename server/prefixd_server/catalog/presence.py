@@ -55,11 +55,10 @@ class Presence:
         self.used = False
         """Whether any copy was ever here: an idle tier costs nothing."""
 
-    # -- pools and new nodes -------------------------------------------------------------------
+    # -- pools -------------------------------------------------------------------
 
     def add_pool(self, pool_node: int) -> None:
         """An empty recency list."""
-        self.reset(pool_node)
         self.older_view[pool_node] = self.newer_view[pool_node] = pool_node
 
     def add_space(self, space: int, pool_node: int) -> None:
@@ -69,11 +68,6 @@ class Presence:
     def drop_space(self, space: int) -> None:
         """The space has no nodes any more."""
         del self._pool_of_space[space]
-
-    def reset(self, node: int) -> None:
-        """A new node: no copies."""
-        self.copies_view[node] = 0
-        self.kids_view[node] = 0
 
     def leaf_array(self, pool_node: int) -> LeafArray:
         """The pool's leaves; made when first asked for."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
-from prefixd_server.base.views import Evictable, Nodes
+from prefixd_server.base.views import Evictable
 from prefixd_server.catalog.columns import TOUCH_BYTES, BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NODES_WITHOUT_BLOCKS_MAX, NodeColumns
 from prefixd_server.catalog.tree_audit import audit_tree
@@ -89,7 +89,7 @@ class PrefixTree(TreeWalks):
 
     # -- growth --------------------------------------------------------------------------------
 
-    def add(self, space: int, parent_row: int, rows: Rows, now: float) -> None:
+    def add(self, space: int, parent_row: int, rows: Rows, now: float) -> list[int]:
         """Hangs a new chain below a block, or below nothing when parent_row is NO_ROW.
 
         Counts as the chain's first use, and as a sign of life of the path above: its
@@ -97,6 +97,9 @@ class PrefixTree(TreeWalks):
 
         Args:
             rows: in run order, at least one; their tree columns are written here.
+
+        Returns:
+            The nodes that hold them, in run order.
         """
         assert len(rows) > 0, "a chain has at least one block"
         blocks = self.columns
@@ -118,9 +121,12 @@ class PrefixTree(TreeWalks):
         blocks.mv.children[int(rows[-1])] = 0
         self._block_counts[space] += len(rows)
         placed = self._append(anchor, rows)
+        nodes = [anchor] if placed else []
         while placed < len(rows):
             anchor = self._grow_node(anchor, rows[placed : placed + NODE_LENGTH_MAX], now)
+            nodes.append(anchor)
             placed += NODE_LENGTH_MAX
+        return nodes
 
     def _append(self, node: int, rows: Rows) -> int:
         """Lengthens the node when the new blocks share its history; how many it took."""
@@ -154,8 +160,7 @@ class PrefixTree(TreeWalks):
         mv.attention[node] = 0.0
         for column, value in zip(mv.history, (now, now, 1, 0, 0, 0, 0), strict=True):
             column[node] = value
-        for presence in self.tiers.values():
-            presence.reset(node)
+        # Fresh or given back, a node has no copies and no child that has any.
         return node
 
     def _split(self, node: int, row: int) -> int:
@@ -212,7 +217,7 @@ class PrefixTree(TreeWalks):
 
     # -- use -----------------------------------------------------------------------------------
 
-    def touch(self, rows: Rows, now: float) -> Nodes:
+    def touch(self, rows: Rows, now: float) -> list[int]:
         """One access by a request that hits `rows`; the nodes of its path, from the root down.
 
         Equal to path_nodes(), then use(); a policy that learns from what the nodes
@@ -222,7 +227,7 @@ class PrefixTree(TreeWalks):
         self.use(path, now)
         return path
 
-    def path_nodes(self, rows: Rows) -> Nodes:
+    def path_nodes(self, rows: Rows) -> list[int]:
         """The nodes that hold exactly these rows, from the root down; the last is split where the path ends.
 
         Args:
@@ -234,7 +239,7 @@ class PrefixTree(TreeWalks):
         if self.nodes.mv.tail[node] != last:
             self._split(node, last)
             node = blocks.mv.node[last]
-        return np.array(self._path_of(node), dtype=np.int32)
+        return self._path_of(node)
 
     def _path_of(self, node: int) -> list[int]:
         """The node and its ancestors that have blocks, from the root down."""
@@ -246,12 +251,13 @@ class PrefixTree(TreeWalks):
         upward.reverse()
         return upward
 
-    def use(self, path: Nodes, now: float) -> None:
+    def use(self, path: list[int], now: float) -> None:
         """Counts one use of each node of a path, and makes them the most recent: the root the very last."""
-        at = path.astype(np.intp)
-        self.nodes.use_count[at] += 1
-        self.nodes.reused[at] = 1
-        self._make_recent(path.tolist(), now)
+        use_count, reused = self.nodes.mv.use_count, self.nodes.mv.reused
+        for node in path:
+            use_count[node] += 1
+            reused[node] = 1
+        self._make_recent(path, now)
 
     def _make_recent(self, path: list[int], now: float) -> None:
         last_use = self.nodes.mv.last_use
@@ -338,9 +344,8 @@ class PrefixTree(TreeWalks):
             mv.length[node] = left
             mv.tail[node] = above
             return
-        assert not any(presence.copies_view[node] for presence in self.tiers.values()), (
-            "copies are dropped first"
-        )
+        for presence in self.tiers.values():
+            assert not presence.copies_view[node], "copies are dropped first"
         self._disown(node)
         self.nodes.free_one(node)
 

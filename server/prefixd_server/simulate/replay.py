@@ -11,10 +11,8 @@ Not here: several tiers and links (tiers.py), policies outside the tree
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
-from prefixd_server.base.views import Nodes
 from prefixd_server.policy.importance import Access
 from prefixd_server.policy.policy import Policy, Victims
 from prefixd_server.simulate.arrivals import ServingModel
@@ -43,7 +41,7 @@ class Replay(ReplayState):
         serving: ServingModel | None = None,
         use_stops: bool = True,
     ) -> None:
-        super().__init__(trace, policy, capacity_blocks, seed, serving, use_stops)
+        super().__init__(trace, policy, seed, serving, use_stops)
         self.capacity_blocks = capacity_blocks
         self.view = self.tree.view(_TIER, POOL, self._evictable)
         self.evicted_count = 0
@@ -56,46 +54,40 @@ class Replay(ReplayState):
         """See ReplayState."""
         for ended in self.running.ended(now):
             self.tell_end(ended)
-        run = self.trace.run(request)
-        rows = self.known_rows(run)
-        hit = len(rows)
-        path = self.tree.path_nodes(rows) if hit else rows
-        self._pinned = set(path.tolist())
+        run = self.run_of(request)
+        hit = self.known_count(run)
+        path = self.tree.path_nodes(run[:hit]) if hit else []
+        self._pinned = set(path)
         access = self.learn(run, path, hit, now)
         if hit:
             self.tree.use(path, now)
-        nodes = [path]
         if hit < len(run):
-            nodes += self._store_rest(run, rows, access, now)
+            path += self._store_rest(run, hit, access, now)
         if access is not None:
-            reply = self.serving.reply_s(
-                self.missed_tokens(request, hit), float(self.trace.output_tokens[request])
-            )
-            used = nodes[0] if len(nodes) == 1 else np.concatenate(nodes)
-            self.running.add(now + reply, Running(request, access, used, _NO_ROWS, now))
+            reply = self.serving.reply_s(self.missed_tokens(request, hit), self.output_tokens[request])
+            self.running.add(now + reply, Running(request, access, path, _NO_ROWS, now))
         return hit
 
-    def _store_rest(
-        self, run: NDArray[np.int32], rows: Rows, access: Access | None, now: float
-    ) -> list[Nodes]:
+    def _store_rest(self, run: Rows, hit: int, access: Access | None, now: float) -> list[int]:
         """Stores what was missed, as far as it is admitted; the nodes that it makes."""
-        parent = int(rows[-1]) if len(rows) else NO_ROW
-        nodes: list[Nodes] = []
-        for part in self.rest(run, len(rows), access):
+        parent = int(run[hit - 1]) if hit else NO_ROW
+        nodes: list[int] = []
+        for part in self.rest(run, hit, access):
             admitted = self._admitted(part, parent, now)
-            if len(admitted.ids) == 0:
+            stored = admitted.ids
+            if len(stored) == 0:
                 break
-            stored, made = self.add(admitted, parent, now)
+            made = self.add(admitted, parent, now)
             self._slots[stored] = SOME_SLOT
             if len(made) == 1:
-                self.presence.add(int(made[0]), len(stored))
+                self.presence.add(made[0], len(stored))
             else:
                 self.tree.copies_added(_TIER, stored)
             self.stored_count += len(stored)
-            nodes.append(made)
-            self._pinned.update(made.tolist())
+            nodes += made
+            self._pinned.update(made)
             parent = int(stored[-1])
-            if len(admitted.ids) < len(part.ids):
+            if len(stored) < len(part.ids):
                 break
         return nodes
 
@@ -120,14 +112,13 @@ class Replay(ReplayState):
         for node, count in victims:
             rows = self.tree.tail_rows(_TIER, node, count)
             if self.listener is not None:
-                self.listener.evicted(self.id_of.take(rows), bool(self.tree.nodes.reused[node]))
+                self.listener.evicted(rows, bool(self.tree.nodes.reused[node]))
             self.presence.drop(node, count)
             self.tree.shorten(node, int(rows[-1]), count)
             gone.append(rows)
         if gone:
             rows = np.concatenate(gone) if len(gone) > 1 else gone[0]
             self._slots[rows] = NO_SLOT
-            self.row_of[self.id_of.take(rows)] = NO_ROW
             self.columns.free(rows)
             self.evicted_count += len(rows)
 

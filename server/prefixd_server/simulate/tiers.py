@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
-from prefixd_server.base.views import Evictable, Nodes, TierView
+from prefixd_server.base.views import Evictable, TierView
 from prefixd_server.policy.importance import ImportancePolicy
 from prefixd_server.policy.policy import Policy, Victims
 from prefixd_server.simulate.arrivals import ServingModel
@@ -60,8 +60,7 @@ class TierReplay(ReplayState):
         serving: ServingModel | None = None,
         use_stops: bool = True,
     ) -> None:
-        block_count_max = sum(capacity_blocks.values()) + 1
-        super().__init__(trace, policy, block_count_max, seed, serving, use_stops)
+        super().__init__(trace, policy, seed, serving, use_stops)
         self.tiers = list(capacity_blocks)
         self.block_bytes = block_bytes
         self.links = Links()
@@ -70,7 +69,7 @@ class TierReplay(ReplayState):
         self.hit_blocks = dict.fromkeys(self.tiers, 0)
         self.hit_tokens = dict.fromkeys(self.tiers, 0.0)
         self.ttft_s: NDArray[np.float64] = np.zeros(trace.request_count)
-        self._pins: NDArray[np.int32] = np.zeros(block_count_max, dtype=np.int32)
+        self._pins: NDArray[np.int32] = np.zeros(trace.block_count, dtype=np.int32)
         self._views: dict[Tier, TierView] = {
             tier: self.tree.view(tier, POOL, self._evictable(tier)) for tier in self.tiers
         }
@@ -80,29 +79,27 @@ class TierReplay(ReplayState):
         for ended in self.running.ended(now):
             self.tell_end(ended)
             self._pins[ended.rows] -= 1
-        run = self.trace.run(request)
-        rows = self.known_rows(run)
-        hit = len(rows)
-        path = self.tree.path_nodes(rows) if hit else rows
+        run = self.run_of(request)
+        hit = self.known_count(run)
+        rows = run[:hit]
+        path = self.tree.path_nodes(rows) if hit else []
         access = self.learn(run, path, hit, now)
         if hit:
             self.tree.use(path, now)
         self._pins[rows] += 1
         ready_at = self._bring_up(request, rows, now)
-        stored, nodes = [rows], [path]
+        stored = [rows]
         for part in self.rest(run, hit, access):
             left = part.ids
             for tier in self.tiers:
-                left = self._store(Part(left, part.history), tier, stored, nodes, now)
+                left = self._store(Part(left, part.history), tier, stored, path, now)
             if len(left):
                 break
         self._book(request, hit, ready_at, now)
         ends_at = ready_at + self.serving.reply_s(
-            self.missed_tokens(request, hit), float(self.trace.output_tokens[request])
+            self.missed_tokens(request, hit), self.output_tokens[request]
         )
-        self.running.add(
-            ends_at, Running(request, access, np.concatenate(nodes), np.concatenate(stored), now)
-        )
+        self.running.add(ends_at, Running(request, access, path, np.concatenate(stored), now))
         return hit
 
     def _book(self, request: int, hit: int, ready_at: float, now: float) -> None:
@@ -141,9 +138,7 @@ class TierReplay(ReplayState):
 
     # -- down ----------------------------------------------------------------------------------
 
-    def _store(
-        self, part: Part, tier: Tier, stored: list[Rows], nodes: list[Nodes], now: float
-    ) -> NDArray[np.int32]:
+    def _store(self, part: Part, tier: Tier, stored: list[Rows], nodes: list[int], now: float) -> Rows:
         """Stores the first of these new blocks, as far as the tier has room; those that are left.
 
         Args:
@@ -153,14 +148,14 @@ class TierReplay(ReplayState):
         if room == 0:
             return part.ids
         parent = next((int(rows[-1]) for rows in reversed(stored) if len(rows)), NO_ROW)
-        made, made_nodes = self.add(Part(part.ids[:room], part.history), parent, now)
+        made = part.ids[:room]
+        nodes += self.add(Part(made, part.history), parent, now)
         for crossed in (Tier.HBM, Tier.DRAM):
             if crossed < tier:
                 self.links.down[crossed].move(room * self.block_bytes, now)
         self._put(tier, made)
         self._pins[made] += 1
         stored.append(made)
-        nodes.append(made_nodes)
         return part.ids[room:]
 
     def _admit(self, part: Part, tier: Tier, now: float) -> int:
@@ -235,9 +230,8 @@ class TierReplay(ReplayState):
         if len(gone):
             if self.listener is not None:
                 reused = bool(self.tree.nodes.reused[self.columns.node[gone[0]]])
-                self.listener.evicted(self.id_of.take(gone), reused)
+                self.listener.evicted(gone, reused)
             self.tree.remove(gone)
-            self.row_of[self.id_of.take(gone)] = NO_ROW
             self.columns.free(gone)
 
     def _evictable(self, tier: Tier) -> Evictable:
