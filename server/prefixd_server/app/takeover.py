@@ -32,6 +32,7 @@ import prefixd_server
 from prefixd_server.base.errors import InvalidRequest, PrefixdError, StateConflict, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.logs import logger
+from prefixd_server.rpc import checks, requests
 from prefixd_server.rpc.audit import CALLER_KEY
 
 STEP_TIMEOUT_S = 120.0
@@ -115,6 +116,8 @@ async def _next(steps: Steps, wanted: wire.HandOverStep) -> wire.HandOverRequest
             message = await anext(steps, None)
     except TimeoutError as error:
         raise Unavailable("TAKEOVER_TIMEOUT", f"no next step within {STEP_TIMEOUT_S:g} s") from error
+    if message is not None:
+        checks.utf8("server_version", message.server_version, requests.NAME_BYTES_MAX)
     if message is None or message.step != wanted:
         name = wire.HandOverStep.Name(wanted)
         raise InvalidRequest("STEP_EXPECTED", f"step must be {name} now", field="step")

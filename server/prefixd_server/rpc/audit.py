@@ -53,7 +53,7 @@ class Audit:
             self._say(method, request, call, outcome, took_s=round(time.perf_counter() - began, 6), **told)
 
     def opened(self, method: str, request: Any, call: Any) -> None:
-        """Logs the beginning of a stream."""
+        """Logs the beginning of a stream; there is no request yet where requests come one by one."""
         self._say(method, request, call, "OPENED")
 
     def refused(self, method: str, refusal: PrefixdError, call: Any) -> None:
@@ -62,7 +62,7 @@ class Audit:
 
     def _say(self, method: str, request: Any, call: Any, outcome: str, **facts: object) -> None:
         say = self._log.debug if method.startswith(LOOKING) else self._log.info
-        what = summary(request) if isinstance(request, Message) else "malformed"
+        what = summary(request) if isinstance(request, Message) else "malformed" if request else {}
         say("admin call", method=method, outcome=outcome, caller=_caller(call), request=what, **facts)
 
 

@@ -24,7 +24,7 @@ from prefixd_server.base.errors import DeadlinePassed, InvalidRequest, MessageTo
 from prefixd_server.base.logs import logger
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.rpc.audit import Audit
-from prefixd_server.rpc.status import code_of, internal_error, trailing_metadata
+from prefixd_server.rpc.status import code_of, internal_error, message_of, trailing_metadata
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Largest message that is read. gRPC's own limit is higher, so that the answer can say the remedy."""
@@ -130,6 +130,8 @@ class Guard:
 
     async def stream_stream(self, requests: Requests, call: Call) -> None:
         """Requests, answers."""
+        if self._audit is not None:
+            self._audit.opened(self._method.name, None, call)
         await self._finish(self._send(lambda: self._call(_parsed(requests)), call), call)
 
     async def _answer(self, request: Message | PrefixdError, call: Call) -> Any:
@@ -182,7 +184,7 @@ class Refusals:
             self._log.debug("refused", reason=told.reason, detail=told.message)
         code = code_of(told)
         self._metrics.rpc_error(self._method, self._tenant, code.name, told.reason)
-        await call.abort(code, told.message, trailing_metadata(told))
+        await call.abort(code, message_of(told), trailing_metadata(told))
 
 
 def _parser(kind: type[Message]) -> Callable[[bytes], Message | PrefixdError]:

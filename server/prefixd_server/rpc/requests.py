@@ -184,10 +184,11 @@ def checksum_missing(field: str) -> InvalidRequest:
 
 
 def releases(messages: Iterable[wire.LeaseRelease]) -> list[LeaseRelease]:
-    """Entries of a Release; bad blocks are bounded over the request, since each is read and verified."""
+    """Entries of a Release; shards and bad blocks are bounded over the request: each costs work."""
     entries = list(messages)
     checks.within("releases count", len(entries), 1, TOKEN_COUNT_MAX)
     checks.within("bad_blocks count", sum(len(entry.bad_blocks) for entry in entries), 0, HASH_COUNT_MAX)
+    checks.within("shards count", sum(len(entry.shards) for entry in entries), 0, HASH_COUNT_MAX)
     return [
         LeaseRelease(
             checks.exactly("releases.token", entry.token, checks.ID_BYTES),

@@ -34,6 +34,8 @@ DOMAIN = "prefixd"
 STATUS_METADATA_KEY = "grpc-status-details-bin"
 METADATA_VALUE_LENGTH_MAX = 256
 """Facts are cut to this many characters: a status travels in headers of 8 KiB."""
+MESSAGE_LENGTH_MAX = 1024
+"""So is the message, which may quote what the caller sent."""
 
 CODES: dict[type[PrefixdError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,12 +72,18 @@ def status_of(error: PrefixdError) -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(retry)
-    status = status_pb2.Status(code=code_of(error).value[0], message=error.message)
+    status = status_pb2.Status(code=code_of(error).value[0], message=message_of(error))
     for detail in details:
         packed = Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def message_of(error: PrefixdError) -> str:
+    """What people are told, cut to what headers carry."""
+    text = error.message
+    return text if len(text) <= MESSAGE_LENGTH_MAX else text[: MESSAGE_LENGTH_MAX - 3] + "..."
 
 
 def trailing_metadata(error: PrefixdError) -> tuple[tuple[str, bytes], ...]:
