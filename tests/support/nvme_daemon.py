@@ -146,13 +146,18 @@ class NvmeDaemon(NvmeCalls, DaemonProcess):
         directory: short; holds the socket, the log and the data.
         failpoints: see base/failpoints.py.
         environment: further variables.
+        flags: further arguments of serve.
     """
 
     def __init__(
-        self, directory: Path, failpoints: str = "", environment: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        failpoints: str = "",
+        environment: Mapping[str, str] | None = None,
+        *flags: str,
     ) -> None:
         settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-        arguments = ("--data-dir", str(directory / "data"), "--dram-size", "4MiB", *settings)
+        arguments = ("--data-dir", str(directory / "data"), "--dram-size", "4MiB", *settings, *flags)
         socket = directory / "p.sock"
         DaemonProcess.__init__(self, socket, *arguments, failpoints=failpoints, environment=environment)
         NvmeCalls.__init__(self, socket)

@@ -38,8 +38,8 @@ STOP_GRACE_S = 0.25
 TIER_LOOK_INTERVAL_S = 0.1
 """How late health may tell that a tier is away or back."""
 FAREWELL_INTERVAL_S = 0.02
-REGAIN_COUNT, REGAIN_INTERVAL_S = 20, 0.25
-"""How often and how long to look whether a successor that failed has let go of the locks."""
+HOLDER_GOES_WITHIN_S, LOCK_INTERVAL_S = 5.0, 0.02
+"""In a takeover: how long to wait for the locks of one that is dead or ends, and how often to look."""
 READ_IN_TIMEOUT_S = 60.0
 """Then engines are served without what NVMe holds, until it is read in."""
 LAG_INTERVAL_S = 0.1
@@ -86,7 +86,7 @@ class Daemon:
         try:
             config = self.config
             dram, predecessor = await self._ask_predecessor() if self._takeover else (None, None)
-            self._take_locks(replacing=predecessor is not None)
+            await self._take_locks(replacing=predecessor is not None)
             movers = Movers(config.movers.thread_count, config.movers.queue_limit)
             self._cache = build_cache(config, self._clock, movers, dram=dram)
             self._open.push_async_callback(self._cache.stop)
@@ -150,19 +150,16 @@ class Daemon:
         """
         if not self.handing_over.is_over or self.handing_over.succeeded:
             return False
-        for _ in range(REGAIN_COUNT):
-            try:
-                for lock in self._locks:
-                    lock.acquire()
-            except AlreadyRunning as owner:
-                self._log.info("another daemon has the node", detail=owner.message)
-            else:
-                return True
-            finally:
-                for lock in self._locks:
-                    lock.release()
-            await asyncio.sleep(REGAIN_INTERVAL_S)
-        return False
+        try:
+            for lock in self._locks:
+                await _acquire(lock, HOLDER_GOES_WITHIN_S)
+        except AlreadyRunning as owner:
+            self._log.info("another daemon has the node", detail=owner.message)
+            return False
+        finally:
+            for lock in self._locks:
+                lock.release()
+        return True
 
     def hurry(self) -> None:
         """From now on stop() waits for nobody."""
@@ -213,20 +210,21 @@ class Daemon:
                 return
             await asyncio.sleep(TIER_LOOK_INTERVAL_S)
 
-    def _take_locks(self, *, replacing: bool) -> None:
+    async def _take_locks(self, *, replacing: bool) -> None:
         data_dir = self.config.server.data_dir
         if data_dir is not None:
             _make_directory(data_dir, 0o700, "data_dir")
-            self._lock(data_dir_lock(data_dir))
+            await self._lock(data_dir_lock(data_dir))
         for tenant in self.config.all_tenants:
             socket = _socket_of(tenant)
             _make_directory(socket.parent, 0o755, "socket")
-            lock = self._lock(socket_lock(socket))
+            lock = await self._lock(socket_lock(socket))
             remove_sockets(socket, published=not replacing)
             self._open.callback(self._remove_own, lock, socket)
 
-    def _lock(self, lock: Lock) -> Lock:
-        lock.acquire()
+    async def _lock(self, lock: Lock) -> Lock:
+        # Of a daemon that dies while it hands over, the kernel closes the socket before the lock.
+        await _acquire(lock, HOLDER_GOES_WITHIN_S if self._takeover else 0.0)
         self._locks.append(lock)
         self._open.callback(lock.release)
         return lock
@@ -328,6 +326,18 @@ class Daemon:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+async def _acquire(lock: Lock, patience_s: float) -> None:
+    """Takes a lock, waiting so long for its holder to go. Raises AlreadyRunning."""
+    until = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            return lock.acquire()
+        except AlreadyRunning:
+            if asyncio.get_running_loop().time() >= until:
+                raise
+            await asyncio.sleep(LOCK_INTERVAL_S)
 
 
 def _socket_of(tenant: TenantConfig) -> Path:
