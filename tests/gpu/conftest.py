@@ -11,6 +11,7 @@ import pytest
 from tests.support import fake_cuda
 from tests.support.fake_cuda import MIB, FakeCuda
 from tests.support.real_cuda import RealCuda
+from tests.support.wire import short_directory
 
 IS_REAL = os.environ.get("PREFIXD_REAL_GPU") == "1"
 DEVICE_COUNT = 2
@@ -48,6 +49,13 @@ def careless(own_machine: FakeCuda) -> FakeCuda:
     own_machine.heal()
     own_machine.forget()
     return own_machine
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    """Where a daemon is to listen."""
+    with short_directory() as directory:
+        yield directory / "p.sock"
 
 
 @pytest.fixture

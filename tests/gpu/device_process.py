@@ -26,8 +26,8 @@ TIER_BYTES = 8 << 20
 SEGMENT_BYTES = 2 << 20
 
 
-def device_daemon(socket: Path, machine: FakeCuda, **settings: str) -> DaemonProcess:
-    """A daemon with an HBM tier of TIER_BYTES on device 0."""
+def device_daemon(socket: Path, machine: FakeCuda, *more: str, **settings: str) -> DaemonProcess:
+    """A daemon with an HBM tier of TIER_BYTES on device 0, given `more` arguments."""
     chosen = {
         "hbm.size": str(TIER_BYTES),
         "hbm.segment": str(SEGMENT_BYTES),
@@ -35,7 +35,7 @@ def device_daemon(socket: Path, machine: FakeCuda, **settings: str) -> DaemonPro
         **{name.replace("__", "."): value for name, value in settings.items()},
     }
     arguments = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
-    return DaemonProcess(socket, *arguments, environment=machine.environment)
+    return DaemonProcess(socket, *arguments, *more, environment=machine.environment)
 
 
 class DeviceProcess(EngineProcess):

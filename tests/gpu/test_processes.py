@@ -7,40 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefixd.v1 import admin_service_pb2 as admin
-from prefixd.v1 import types_pb2
 
 from tests.gpu.conftest import IS_REAL
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
+from tests.gpu.far_tier import hbm, opened, wait_for_all_memory
 from tests.support.daemon import DaemonProcess
 from tests.support.engine_process import PATIENT, EngineProcess, Observer
 from tests.support.fake_cuda import MIB, FakeCuda
-from tests.support.wire import short_directory
 
-RUN = {"name": "n", "run": "shared", "count": 8}
-BLOCK = 65_536
-
-
-@pytest.fixture
-def socket() -> Iterator[Path]:
-    with short_directory() as directory:
-        yield directory / "p.sock"
-
-
-def hbm(observer: Observer) -> admin.TierStats:
-    (found,) = [tier for tier in observer.stats().tiers if tier.tier == types_pb2.TIER_HBM]
-    return found
-
-
-def wait_for_all_memory(observer: Observer) -> None:
-    observer.wait(
-        lambda: hbm(observer), lambda tier: tier.prefaulted_bytes == TIER_BYTES, "the whole tier is there"
-    )
-
-
-def opened(engine: Any) -> Any:
-    engine.ask("open", name="n", block_bytes=BLOCK)
-    return engine
+RUN: dict[str, Any] = {"name": "n", "run": "shared", "count": 8}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from prefixd.v1 import admin_service_pb2 as admin
@@ -61,7 +61,7 @@ class EngineProcess:
         )
         self.instance_id = ""
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         self.instance_id = self.receive()
         return self
 
