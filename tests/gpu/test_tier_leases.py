@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.gpu.tier import (
     tiers_of,
 )
 from tests.support.fake_cuda import FakeCuda
-from tests.support.node import Node, chain
+from tests.support.node import Node, chain, packed
 
 
 @pytest.fixture
@@ -104,6 +105,42 @@ def test_an_orphan_is_let_go_by_nobody_elses_word(node: Node) -> None:
     node.cache.step()
     assert release(other, lease.token) == (0, 0)
     assert leased(node) == 2
+
+
+def test_an_orphan_is_listed_with_its_holder_until_it_is_let_go(node: Node) -> None:
+    engine, hashes = device_engine(node), chain(*"abc")
+    engine.put_there(hashes)
+    lease = engine.acquire(hashes).lease
+    assert lease is not None
+    (live,) = node.cache.list_leases("red")
+    assert not live.quarantined
+    node.clock.advance(11.0)
+    node.cache.step()
+    (orphan,) = node.cache.list_leases("red")
+    assert orphan == replace(live, quarantined=True, expires_after_s=0.0)
+    assert (orphan.pid, orphan.slot_count) == (engine.session.pid, 3)
+    assert node.cache.list_leases("blue") == []
+    release(engine, lease.token)
+    assert node.cache.list_leases("red") == []
+
+
+def test_an_orphan_is_listed_by_each_process_that_may_still_read(node: Node) -> None:
+    engine, hashes = device_engine(node, shard_count=2, tensor_parallel_size=2), chain(*"ab")
+    worker = node.open_session("red", "one", engine.session.readable_devices)
+    second = replace(engine, session=worker, shard=1)
+    engine.put_there(hashes)
+    second.put_there(hashes)
+    ids = ("red", engine.session.session_id, engine.ref)
+    lease = node.cache.acquire(*ids, packed(hashes), 0, (0, 1), None).lease
+    assert lease is not None
+    node.cache.redeem("red", worker.session_id, lease.token, 1)
+    node.clock.advance(11.0)
+    node.cache.step()
+    listed = {info.pid: (info.open_shards, info.slot_count) for info in node.cache.list_leases("red")}
+    assert listed == {engine.session.pid: ((0,), 2), worker.pid: ((1,), 2)}
+    second.dies()
+    (left,) = node.cache.list_leases("red")
+    assert left.pid == engine.session.pid
 
 
 def test_dram_slots_of_an_expired_read_are_free_at_once(node: Node) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -119,11 +121,21 @@ class Administration:
         return answers
 
     def list_leases(self, tenant: str) -> list[LeaseInfo]:
-        """Who holds what since when, oldest first."""
+        """Who holds what since when, oldest first; also what ended reads still hold in HBM."""
         now = self._state.clock.now()
-        return [
-            self._lease_info(lease, now) for lease in self._state.leases.of_tenant(tenant)[:LIST_COUNT_MAX]
-        ]
+        leases = self._state.leases.of_tenant(tenant)[:LIST_COUNT_MAX]
+        orphans = islice(self._orphans(tenant), LIST_COUNT_MAX)
+        listed = [*(self._lease_info(lease, now) for lease in leases), *orphans]
+        return sorted(listed, key=lambda info: info.taken_at)[:LIST_COUNT_MAX]
+
+    def _orphans(self, tenant: str) -> Iterator[LeaseInfo]:
+        """One for each lease and process whose word or death is waited for."""
+        for orphan in self._state.leases.orphans.values():
+            if orphan.tenant == tenant:
+                for holder in dict.fromkeys(hold.holder for hold in orphan.shards.values()):
+                    shards = {shard: hold for shard, hold in orphan.shards.items() if hold.holder == holder}
+                    part = replace(orphan, shards=shards, pid=self._sessions.pid_of(holder))
+                    yield replace(self._lease_info(part, part.expires_at), quarantined=True)
 
     def _lease_info(self, lease: ReadLease | WriteLease, now: float) -> LeaseInfo:
         reads = isinstance(lease, ReadLease)

@@ -196,6 +196,11 @@ class Sessions:
         """Processes with a companion connection, now or once, that are not known dead."""
         return {s.pid for s in self._by_id.values() if s.attached and not s.dead}
 
+    def pid_of(self, session_id: bytes) -> int:
+        """The process of a session, also of one that has ended; 0 when unknown or forgotten."""
+        session = self._by_id.get(session_id)
+        return 0 if session is None else session.pid
+
     # -- what the sockets tell -----------------------------------------------------------------
 
     def attach(self, session_id: bytes, tenant: str, pid: int, _uid: int) -> None:
