@@ -28,6 +28,12 @@ NO_SLOT = 0xFFFFFFFF
 HASH_WORDS = 4
 HASH_BYTES_MAX = 8 * HASH_WORDS
 HASH_COUNT_MAX = 16_384
+KV_GROUP_COUNT_MAX = 16
+WORLD_SIZE_MAX = 1024
+BLOCK_TOKENS_MAX = 65_536
+LAYER_COUNT_MAX = 65_535
+BLOCK_BYTES_MAX = 1 << 40
+"""Keeps sums of sizes within 64 bits; the segment's size is the limit that matters."""
 SLOT_ALIGNMENT_BYTES = 4096
 
 

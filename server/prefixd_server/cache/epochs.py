@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from prefixd_server.base.clock import Clock
 from prefixd_server.base.errors import ConfigError
@@ -17,6 +18,8 @@ from prefixd_server.base.failpoints import failpoint
 
 FILE_NAME = "epochs.json"
 FORMAT_VERSION = 1
+EPOCH_MAX = 2**63
+"""Beyond what any clock gives in milliseconds; the wire's field has 64 bits."""
 
 
 class Epochs:
@@ -74,8 +77,8 @@ def _read(path: Path) -> dict[str, int]:
     try:
         content = json.loads(path.read_text())
         version = content["format_version"]
-        epochs = {str(name): int(epoch) for name, epoch in content["epochs"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        epochs = {str(name): _epoch(epoch) for name, epoch in content["epochs"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             "EPOCHS_UNREADABLE",
             f"{path} is damaged ({error}); restore it, or remove the whole data directory to start empty",
@@ -87,3 +90,10 @@ def _read(path: Path) -> dict[str, int]:
             "that wrote it",
         )
     return epochs
+
+
+def _epoch(value: Any) -> int:
+    epoch = int(value)
+    if not 0 < epoch < EPOCH_MAX:
+        raise ValueError(f"epoch {epoch} is out of range")
+    return epoch

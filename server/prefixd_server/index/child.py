@@ -38,9 +38,9 @@ from prefixd_server.index.records import (
     RECORD_BYTES,
     RECORD_VERSION,
     RecordError,
+    decode_namespace,
     intact,
     records_from,
-    unchecked,
 )
 from prefixd_server.index.store import Change, Pair, Store, StoreFault, StoreRefused
 
@@ -108,7 +108,7 @@ class Child:
         good, bad = [], []
         for key, value in self._store.pairs(KIND_NAMESPACE):
             try:
-                unchecked(key, value)
+                decode_namespace(key, value)
                 good.append(pair(key, value))
             except RecordError:
                 bad.append(key)

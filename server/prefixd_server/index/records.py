@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import (
+    BLOCK_BYTES_MAX,
+    BLOCK_TOKENS_MAX,
+    HASH_BYTES_MAX,
+    KV_GROUP_COUNT_MAX,
+    LAYER_COUNT_MAX,
+    WORLD_SIZE_MAX,
     BlockEncoding,
     ChecksumAlgorithm,
     Hashes,
@@ -71,6 +78,16 @@ RECORD_BYTES = RECORD.itemsize
 CHECK_BYTES = 8
 
 FLAG_PINNED = 1
+FINGERPRINT_BYTES = 32
+EPOCH_MAX = 2**63
+_COUNTS = {
+    "block_tokens": BLOCK_TOKENS_MAX,
+    "tensor_parallel_size": WORLD_SIZE_MAX,
+    "pipeline_parallel_size": WORLD_SIZE_MAX,
+    "shard_count": WORLD_SIZE_MAX,
+    "hash_bytes": HASH_BYTES_MAX,
+}
+"""Fields of a spec that are numbers, with their maxima."""
 
 Records: TypeAlias = NDArray[np.void]
 """Rows of dtype RECORD."""
@@ -190,19 +207,35 @@ class NamespaceRecord:
 
 
 def decode_namespace(key: bytes, value: bytes) -> NamespaceRecord:
-    """A namespace record. Raises RecordError."""
-    found = json.loads(unchecked(key, value))
-    spec = found["spec"]
-    record = NamespaceRecord(
-        found["tenant"],
-        bytes.fromhex(found["fingerprint"]),
-        found["epoch"],
-        _spec(spec) if spec is not None else None,
-        found["opened_at"],
-    )
+    """A namespace record, every field of which is one that a namespace can have. Raises RecordError."""
+    content = unchecked(key, value)
+    try:
+        record = _namespace(json.loads(content))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        raise RecordError(f"not what a namespace record holds: {error!r}") from error
     if record.key() != key:
         raise RecordError("a namespace record under another's key")
     return record
+
+
+def _namespace(found: dict[str, Any]) -> NamespaceRecord:
+    """Raises ValueError and what any wrong type raises."""
+    fingerprint, epoch, opened_at = bytes.fromhex(found["fingerprint"]), found["epoch"], found["opened_at"]
+    spec = _spec(found["spec"]) if found["spec"] is not None else None
+    sound = (
+        isinstance(found["tenant"], str)
+        and len(fingerprint) == FINGERPRINT_BYTES
+        and _is_count(epoch, EPOCH_MAX)
+        and isinstance(opened_at, int | float)
+        and math.isfinite(opened_at)
+    )
+    if not sound or (spec is not None and spec.fingerprint() != fingerprint):
+        raise ValueError("a field is out of range, or the fingerprint is not the spec's")
+    return NamespaceRecord(found["tenant"], fingerprint, epoch, spec, opened_at)
+
+
+def _is_count(value: object, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
 
 
 def checked(key: bytes, content: bytes) -> bytes:
@@ -240,4 +273,14 @@ def _spec(found: dict[str, Any]) -> NamespaceSpec:
     )
     algorithm = ChecksumAlgorithm(found.pop("checksum_algorithm"))
     encoding = BlockEncoding(found.pop("encoding"))
-    return NamespaceSpec(**found, kv_groups=groups, checksum_algorithm=algorithm, encoding=encoding)
+    spec = NamespaceSpec(**found, kv_groups=groups, checksum_algorithm=algorithm, encoding=encoding)
+    sound = (
+        all(isinstance(value, str) for name, value in found.items() if name not in _COUNTS)
+        and all(_is_count(found[name], maximum) for name, maximum in _COUNTS.items())
+        and 1 <= len(groups) <= KV_GROUP_COUNT_MAX
+        and all(_is_count(group.block_bytes, BLOCK_BYTES_MAX) for group in groups)
+        and all(_is_count(group.layer_count, LAYER_COUNT_MAX) for group in groups)
+    )
+    if not sound:
+        raise ValueError("a field of the spec is out of range")
+    return spec

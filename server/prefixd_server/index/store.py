@@ -43,7 +43,7 @@ Change: TypeAlias = tuple[bytes, bytes | None]
 _STORE_KEY = bytes([KIND_STORE])
 _OPTIONS: dict[str, object] = {
     "create_if_missing": True,
-    # Bounds the logs that a start replays, memory, and disk: two logs and a table are there beside the tables.
+    # Bounds the logs that a start replays, memory and disk: two logs and a table are there beside the tables.
     "set_write_buffer_size": 4 << 20,
     "set_max_background_jobs": 2,
     "set_max_open_files": 256,
@@ -153,7 +153,7 @@ class Store:
             self.write([(_STORE_KEY, checked(_STORE_KEY, json.dumps(content).encode()))])
             return
         try:
-            found = json.loads(unchecked(_STORE_KEY, value))
+            found = _store_facts(unchecked(_STORE_KEY, value))
         except RecordVersionError as error:
             raise StoreRefused(
                 f"{self._directory}: {error}; run the release that wrote it, or remove the directory "
@@ -266,6 +266,15 @@ class Store:
 
     def _beside(self, what: str) -> Path:
         return self._directory.with_name(f"{self._directory.name}.{what}")
+
+
+def _store_facts(content: bytes) -> dict[str, Any]:
+    """Format version and UUID of a store. Raises RecordError."""
+    try:
+        found = json.loads(content)
+        return {"format_version": int(found["format_version"]), "store_uuid": str(found["store_uuid"])}
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RecordError(f"not what the store's record holds: {error!r}") from error
 
 
 def _copy(pairs: Iterator[Pair], target: Any) -> int:

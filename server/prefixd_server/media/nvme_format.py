@@ -126,14 +126,22 @@ def decode_marker(content: bytes) -> Marker:
         FormatError: anything else.
     """
     try:
-        found = json.loads(content)
-        check = found.pop("check")
-        if found["kind"] != _MARKER_KIND or check != _marker_check(found):
-            raise FormatError("the marker does not match its checksum")
-        _require_known(int(found["format_version"]))
-        return Marker(bytes.fromhex(found["store_uuid"]), tuple(map(str, found["directories"])))
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FormatError(f"not a marker of prefixd ({error})") from error
+        return _marker(json.loads(content))
+    except (FormatError, VersionError):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(f"not a marker of prefixd ({error!r})") from error
+
+
+def _marker(found: dict[str, object]) -> Marker:
+    check = found.pop("check")
+    if found["kind"] != _MARKER_KIND or check != _marker_check(found):
+        raise FormatError("the marker does not match its checksum")
+    _require_known(int(str(found["format_version"])))
+    uuid, directories = bytes.fromhex(str(found["store_uuid"])), found["directories"]
+    if len(uuid) != STORE_UUID_BYTES or not isinstance(directories, list):
+        raise FormatError("the marker's fields are not what a marker holds")
+    return Marker(uuid, tuple(map(str, directories)))
 
 
 def segment_name(segment_id: int) -> str:

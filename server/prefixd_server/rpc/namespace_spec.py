@@ -8,14 +8,21 @@ from typing import Any
 from prefixd.v1 import types_pb2
 
 from prefixd_server.base.errors import Unsupported
-from prefixd_server.base.types import BlockEncoding, ChecksumAlgorithm, KvGroup, KvGroupKind, NamespaceSpec
+from prefixd_server.base.types import (
+    BLOCK_BYTES_MAX,
+    BLOCK_TOKENS_MAX,
+    KV_GROUP_COUNT_MAX,
+    LAYER_COUNT_MAX,
+    WORLD_SIZE_MAX,
+    BlockEncoding,
+    ChecksumAlgorithm,
+    KvGroup,
+    KvGroupKind,
+    NamespaceSpec,
+)
 from prefixd_server.rpc import checks
 
 TEXT_BYTES_MAX = 1024
-KV_GROUP_COUNT_MAX = 16
-WORLD_SIZE_MAX = 1024
-BLOCK_BYTES_MAX = 1 << 40
-"""Keeps sums of sizes within 64 bits; the segment's size is the limit that matters."""
 WEIGHTS_FORMS = ("sha256:", "revision:")
 
 _REQUIRED = (
@@ -56,7 +63,7 @@ def spec_from_wire(message: types_pb2.NamespaceSpec) -> NamespaceSpec:
         raise checks.invalid("spec.hash_bytes", message.hash_bytes, "must be 16 or 32")
     return NamespaceSpec(
         **texts,
-        block_tokens=checks.within("spec.block_tokens", message.block_tokens, 1, 65_536),
+        block_tokens=checks.within("spec.block_tokens", message.block_tokens, 1, BLOCK_TOKENS_MAX),
         kv_groups=tuple(_kv_group(index, group) for index, group in enumerate(message.kv_groups)),
         tensor_parallel_size=checks.within(
             "spec.tensor_parallel_size", message.tensor_parallel_size, 1, WORLD_SIZE_MAX
@@ -120,7 +127,7 @@ def _kv_group(index: int, group: types_pb2.KvGroup) -> KvGroup:
     return KvGroup(
         kind,
         checks.within(f"{field}.block_bytes", group.block_bytes, 1, BLOCK_BYTES_MAX),
-        checks.within(f"{field}.layer_count", group.layer_count, 1, 65_535),
+        checks.within(f"{field}.layer_count", group.layer_count, 1, LAYER_COUNT_MAX),
     )
 
 
