@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from prefixd_server.base.types import Acquired, BadBlock, LeaseRelease, Tier
+from prefixd_server.cache.conservative import Setting
+from prefixd_server.cache.migration import Migration
 
 from tests.gpu.tier import (
     SLOTS_PER_SEGMENT,
@@ -129,6 +131,51 @@ def test_a_burst_on_one_prefix_is_promoted_though_no_two_requests_overlap(node: 
     release(engine, engine.acquire(hashes))
     settle(node)
     assert tiers_of(engine.acquire(hashes)) == [(Tier.HBM, 4)]
+
+
+def on_loop(node: Node, act: Callable[[], None]) -> None:
+    """Acts where time is the loop's."""
+
+    async def once() -> None:
+        act()
+
+    node.loop.run_until_complete(once())
+
+
+HOLDS: dict[str, Callable[[Migration, bool], None]] = {
+    "quiet period": lambda migration, on: migration.keep_quiet("one", 600.0 if on else 0.0),
+    "conservative mode": lambda migration, on: migration.set_conservative(Setting.ON if on else Setting.AUTO),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_nothing_is_promoted_while_background_copies_may_not_begin(
+    node: Node, hold: Callable[[Migration, bool], None]
+) -> None:
+    engine, hashes = device_engine(node), chain(*"abcd")
+    engine.put(*"abcd")
+    on_loop(node, lambda: hold(node.cache.migration, True))
+    share(engine, hashes)
+    held = engine.acquire(hashes)
+    assert tiers_of(held) == [(Tier.DRAM, 4)]
+    release(engine, held)
+    settle(node)
+    on_loop(node, lambda: hold(node.cache.migration, False))
+    share(engine, hashes)
+    assert tiers_of(engine.acquire(hashes)) == [(Tier.HBM, 4)]
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_nothing_goes_down_from_hbm_while_background_copies_may_not_begin(
+    node: Node, hold: Callable[[Migration, bool], None]
+) -> None:
+    engine, dram = device_engine(node), node.cache.state.catalog.slots[Tier.DRAM]
+    on_loop(node, lambda: hold(node.cache.migration, True))
+    engine.put_there(chain(*range(2 * SLOTS_PER_SEGMENT)))
+    share(engine, engine.put("seen by a tick"))
+    assert dram.counts().resident == 1
+    on_loop(node, lambda: hold(node.cache.migration, False))
+    until(node, lambda: dram.counts().resident > 1)
 
 
 def test_eviction_from_hbm_leaves_the_copies_in_dram(node: Node) -> None:

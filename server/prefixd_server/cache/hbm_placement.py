@@ -89,7 +89,7 @@ class HbmPlacement:
         if self.tier.state is not HbmState.READY:
             self._candidates.clear()
             return
-        if not self._migration.background_may_begin:
+        if not self._migration.observe():
             # What is shared is asked for again; what HBM alone holds may be lost, as in any shortage.
             self._candidates.clear()
             return
