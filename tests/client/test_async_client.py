@@ -13,6 +13,8 @@ from tests.support.fake_daemon import fake_daemon
 
 RUN = run_of(3)
 MISS = RunHits((), 0, 3)
+"""Without a daemon: when it could be read is not known."""
+NOTHING_KEPT = RunHits((), 0, 3, ready_after_s=0.0)
 
 
 async def stored(namespace, hashes) -> list[bytes]:
@@ -31,7 +33,7 @@ async def until(holds) -> None:
 async def test_what_is_stored_is_loaded(daemon) -> None:
     async with AsyncClient(daemon.path, options=PATIENT) as client:
         namespace = await client.namespace(spec())
-        assert await namespace.lookup(RUN) == MISS
+        assert await namespace.lookup(RUN) == NOTHING_KEPT
         data = await stored(namespace, RUN)
         targets = empty(3)
         async with await namespace.acquire(RUN) as lease:
@@ -77,7 +79,7 @@ async def test_a_cancelled_caller_is_cancelled_and_the_client_goes_on(daemon) ->
             await task
         held.set()
         assert client.status().breaker_opened_count == 0
-        assert await namespace.lookup(RUN) == MISS
+        assert await namespace.lookup(RUN) == NOTHING_KEPT
 
 
 async def test_a_cancelled_store_gives_its_blocks_up(daemon) -> None:
