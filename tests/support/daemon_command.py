@@ -89,6 +89,13 @@ class DaemonCommand:
             assert time.monotonic() < deadline, f"{stats.session_count} sessions: {self.log[-4000:]}"
             time.sleep(0.05)  # polls another process: there is nothing to wait on
 
+    def wait_until_idle(self) -> None:
+        """Returns when nobody has a session or a lease."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (stats := self.stats()).session_count or stats.lease_count:
+            assert time.monotonic() < deadline, f"{stats.session_count} sessions, {stats.lease_count} leases"
+            time.sleep(0.05)  # polls another process: there is nothing to wait on
+
     def signal(self, number: int) -> None:
         """Sends a signal."""
         assert self.process is not None

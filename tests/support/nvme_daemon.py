@@ -95,7 +95,10 @@ class NvmeCalls:
 
     def put(self, ref: types_pb2.NamespaceRef, hashes: list[bytes]) -> None:
         """Stores a run with its right bytes, as far as it is admitted."""
-        blocks = [block_bytes_of(key, ref.epoch) for key in hashes]
+        self.put_blocks(ref, hashes, [block_bytes_of(key, ref.epoch) for key in hashes])
+
+    def put_blocks(self, ref: types_pb2.NamespaceRef, hashes: list[bytes], blocks: list[bytes]) -> None:
+        """Stores a run with these bytes, as far as it is admitted."""
         self._cache.Put(iter(put_messages(ref, hashes, blocks)), timeout=CALL_TIMEOUT_S)
 
     def get(self, ref: types_pb2.NamespaceRef, hashes: list[bytes]) -> list[bytes]:
