@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from prefixd_server.app.cli import main
 
 from tests.gpu.conftest import IS_REAL
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
@@ -88,16 +90,28 @@ def test_a_crashed_engine_leaves_nothing_behind(
         assert writer.ask("get", **RUN) == {"hit": 8, "good": 8, "true": 8}
 
 
-def test_a_stopped_engines_slots_wait_for_its_death(
-    socket: Path, far_machine: FakeCuda, observer: Observer
+def test_a_stopped_engines_slots_are_listed_and_wait_for_its_death(
+    socket: Path, far_machine: FakeCuda
 ) -> None:
-    with DeviceProcess(socket, far_machine) as victim:
+    with (
+        device_daemon(socket, far_machine, leases__ttl_max_s="3"),
+        Observer(socket) as seen,
+        DeviceProcess(socket, far_machine) as victim,
+    ):
+        wait_for_all_memory(seen)
         opened(victim).ask("put_there", **RUN)
-        assert victim.ask("get", **RUN)["true"] == 8
+        assert victim.ask("acquire", **RUN)["hit"] == 8
         victim.stop()
+        seen.wait(seen.leases, lambda leases: [lease.quarantined for lease in leases] == [True], "it expires")
+        (orphan,) = seen.leases()
+        assert (orphan.pid, orphan.slot_count) == (victim.process.pid, 8)
+        printed = CliRunner().invoke(main, ["leases", "--socket", str(socket)], env={"COLUMNS": "160"}).output
+        assert str(victim.process.pid) in printed
+        assert "quarantined" in printed
         victim.kill()
-    observer.wait(observer.leases, lambda leases: leases == [], "no lease is left")
-    assert hbm(observer).resident_slot_count == 8
+        seen.wait(seen.leases, lambda leases: leases == [], "its death ends the wait")
+        assert hbm(seen).resident_slot_count == 8
+        assert seen.problems() == []
 
 
 def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, far_machine: FakeCuda) -> None:
