@@ -70,17 +70,18 @@ def test_what_is_older_than_the_horizon_is_forgotten_first() -> None:
 
 def test_the_learned_rate_is_the_true_one() -> None:
     """Blocks come back after 40 s with certainty, or never: half and half."""
-    policy, rng = ImportancePolicy(), np.random.default_rng(0)
+    policy = ImportancePolicy()
     sent: list[tuple[float, np.ndarray]] = []
     for step in range(600):
         now = step * 2.0
         while sent and sent[0][0] <= now - 40.0:
-            policy.on_access(sent.pop(0)[1], 0, 0.0, 0, now, rng)
+            policy.on_access(sent.pop(0)[1], 0, 0.0, 0, now)
         run = hashes(1000 + step, 12)
-        access = policy.on_access(run, 0, 0.0, 0, now, rng)
+        access = policy.on_access(run, 0, 0.0, 0, now)
         policy.on_finish(access, 100, StopReason.UNKNOWN)
         if step % 2:
             sent.append((now, run))
+    policy.tracker.report()
     reuses = policy.hazards._reuses[:REPLY_COUNT].sum()
     watched = 12 * 600 * policy.tracker.rate
     assert reuses == pytest.approx(watched / 2, rel=0.25)

@@ -160,9 +160,7 @@ class Workload:
             row = int(parts[min(parts)][known - 1])
             idle = now - float(self._state.catalog.tree.last_use[columns.node[row]])
             fanout = int(columns.children[row]) + (known < len(run))
-        return self._state.learner.on_access(
-            named_apart(namespace, run), known, idle, fanout, now, self._state.rng
-        )
+        return self._state.learner.on_access(named_apart(namespace, run), known, idle, fanout, now)
 
     def _tell_begun(self, name: RequestName, namespace: Namespace, run: Hashes, known: int) -> None:
         if self._watchers.watched(namespace.tenant):

@@ -28,12 +28,12 @@ class Choice:
         self.victims: Victims = []
         self.met: set[int] = set()
         """Nodes asked already, whether or not anything of them may go."""
-        self._view = view
+        self.view = view
         self._gone_kids: dict[int, int] = {}
 
     def take(self, node: int) -> int:
         """Takes what may go of a leaf; the node above when that is a leaf then, else -1."""
-        view = self._view
+        view = self.view
         self.met.add(node)
         going = view.evictable(node, self.left)
         if going == 0:
@@ -52,6 +52,14 @@ class Choice:
                 return -1
             if view.copies[node]:
                 return node
+
+    def is_leaf(self, node: int) -> bool:
+        """Whether the node has copies and none below it, but for what was taken."""
+        return bool(self.view.copies[node]) and self.view.kids[node] == self._gone_kids.get(node, 0)
+
+    def stays(self, node: int) -> bool:
+        """Whether something stays of the node that was asked last."""
+        return not self.victims or self.victims[-1] != (node, int(self.view.copies[node]))
 
 
 def take_lowest(

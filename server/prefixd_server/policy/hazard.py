@@ -182,17 +182,14 @@ def index_of(hazards: Table) -> Table:
     windows = {1: (gained, spent, survival)}
     best = gained / spent
     for first, second in _WINDOWS:
-        gain_1, spent_1, survival_1 = windows[first]
-        gain_2, spent_2, survival_2 = (_shift(part, first) for part in windows[second])
-        gain, cost = gain_1 + survival_1 * gain_2, spent_1 + survival_1 * spent_2
-        windows[first + second] = (gain, cost, survival_1 * survival_2)
+        # Nothing happens beyond the last age.
+        left = AGE_BUCKET_COUNT - first
+        gain, cost, survival = (part.copy() for part in windows[first])
+        gain_2, cost_2, survival_2 = (part[:, first:] for part in windows[second])
+        gain[:, :left] += survival[:, :left] * gain_2
+        cost[:, :left] += survival[:, :left] * cost_2
+        survival[:, :left] *= survival_2
+        survival[:, left:] = 0.0
+        windows[first + second] = (gain, cost, survival)
         np.maximum(best, gain / cost, out=best)
     return best
-
-
-def _shift(table: Table, count: int) -> Table:
-    """The table as seen `count` ages later; nothing happens beyond the last age."""
-    shifted = np.zeros_like(table)
-    if count < AGE_BUCKET_COUNT:
-        shifted[:, : AGE_BUCKET_COUNT - count] = table[:, count:]
-    return shifted

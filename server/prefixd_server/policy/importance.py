@@ -29,6 +29,7 @@ from prefixd_server.policy.admission import ceiling_for
 from prefixd_server.policy.choice import Choice, take_lowest
 from prefixd_server.policy.hazard import HazardTable
 from prefixd_server.policy.policy import Victims
+from prefixd_server.policy.shortlist import Shortlist
 from prefixd_server.policy.signals import (
     AGE_BUCKET_COUNT,
     REPLY_COUNT,
@@ -129,7 +130,6 @@ class ImportancePolicy:
         hit_idle_s: float,
         hit_fanout: int,
         now: float,
-        rng: np.random.Generator,
     ) -> Access:
         """A request starts.
 
@@ -139,7 +139,7 @@ class ImportancePolicy:
             hit_idle_s: time since the last of those was used; any value when there is none.
             hit_fanout: children of that block, one that this request adds included.
         """
-        self._advance(now, rng)
+        self._advance(now)
         watched = self.tracker.find(hashes, now)
         deepest = self.tracker.last_use_of_deepest(watched)
         returned = hit_count
@@ -181,14 +181,15 @@ class ImportancePolicy:
         self.tracker.finished(access.watched, reply)
         return reply
 
-    def _advance(self, now: float, rng: np.random.Generator) -> None:
+    def _advance(self, now: float) -> None:
         """Measures, fades and rebuilds when it is time."""
-        self.tracker.expose(now, rng)
+        self.tracker.expose(now)
         if self._decayed_at is None:
             self._decayed_at = now
         if now - self._decayed_at < max(DECAY_PERIOD_MIN_S, DECAY_PERIOD_OF_RESIDENCE * self._residence_s):
             return
         self._decayed_at = now
+        self.tracker.report()
         self.hazards.decay(DECAY)
         self.tracker.horizon_s = max(HORIZON_MIN_S, HORIZON_OF_RESIDENCE * self._residence_s)
         if self.hazards.needs_rebuild():
@@ -208,6 +209,7 @@ class ImportancePolicy:
         now: float,
         rng: np.random.Generator,
         depth: int = 0,
+        shortlist: Shortlist | None = None,
     ) -> Victims:
         """Victims that are worth less than new blocks of this history: admission and eviction in one.
 
@@ -215,8 +217,11 @@ class ImportancePolicy:
 
         Args:
             depth: blocks before the first new one; decides where importance is weighed by it.
+            shortlist: of this view, kept by the caller from one call to the next.
         """
-        return self.victims_below(view, block_count, self.ceiling_for_new(history, depth), now, rng)
+        return self.victims_below(
+            view, block_count, self.ceiling_for_new(history, depth), now, rng, shortlist
+        )
 
     def ceiling_for_new(self, history: int, depth: int = 0) -> float:
         """What new blocks of this history displace is worth less than this."""
@@ -232,7 +237,13 @@ class ImportancePolicy:
         return self.victims_below(view, block_count, self._score(view, node, now), now, rng)
 
     def victims_below(
-        self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
+        self,
+        view: TierView,
+        block_count: int,
+        ceiling: float,
+        now: float,
+        rng: np.random.Generator,
+        shortlist: Shortlist | None = None,
     ) -> Victims:
         """The least important leaves, up to `block_count` blocks, all of an importance below `ceiling`."""
         choice = Choice(view, block_count)
@@ -240,23 +251,40 @@ class ImportancePolicy:
         def score_of(node: int) -> float:
             return self._score(view, node, now)
 
-        sampling = view.leaf_count > SCAN_COUNT_MAX
-        while choice.left > 0:
-            # Of equals the one that became a leaf last goes first.
-            nodes = self._sample(view, choice.met, rng) if sampling else view.leaves()[::-1]
-            scores = self.scores(view, nodes, now)
-            before = len(choice.met)
-            stopped = take_lowest(choice, nodes, scores, score_of, ceiling, TAKEN_AT_ONCE)
-            if not sampling and not stopped and choice.left > 0:
-                take_lowest(choice, nodes, scores, score_of, ceiling, len(nodes))
-            if stopped or not sampling:
-                break
-            # A sample that gives nothing leaves it to a look at all.
-            sampling = len(choice.met) > before
+        def look() -> tuple[Nodes, NDArray[np.float64]]:
+            nodes = view.leaves()
+            return nodes, self.scores(view, nodes, now)
+
+        if view.leaf_count > SCAN_COUNT_MAX:
+            self._take_of_samples(choice, score_of, ceiling, now, rng)
+        else:
+            (shortlist or Shortlist()).take(choice, look, score_of, ceiling, now)
         if choice.victims:
             idle = now - float(view.last_use[choice.victims[0][0]])
             self._residence_s += RESIDENCE_SMOOTHING * (idle - self._residence_s)
         return choice.victims
+
+    def _take_of_samples(
+        self,
+        choice: Choice,
+        score_of: Callable[[int], float],
+        ceiling: float,
+        now: float,
+        rng: np.random.Generator,
+    ) -> None:
+        """Takes the lowest leaves of samples; where a sample gives nothing, of all leaves."""
+        view = choice.view
+        sampling, stopped = True, False
+        while choice.left > 0 and sampling and not stopped:
+            nodes = self._sample(view, choice.met, rng)
+            before = len(choice.met)
+            stopped = take_lowest(
+                choice, nodes, self.scores(view, nodes, now), score_of, ceiling, TAKEN_AT_ONCE
+            )
+            sampling = len(choice.met) > before
+        if choice.left > 0 and not stopped:
+            nodes = view.leaves()
+            take_lowest(choice, nodes, self.scores(view, nodes, now), score_of, ceiling, len(nodes))
 
     def _sample(self, view: TierView, met: set[int], rng: np.random.Generator) -> Nodes:
         """Some of many leaves that were not met yet; a leaf may come twice."""

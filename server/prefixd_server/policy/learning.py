@@ -13,6 +13,7 @@ from prefixd_server.base.types import Hashes, StopReason
 from prefixd_server.base.views import TierView
 from prefixd_server.policy.importance import Access, Newcomers
 from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.policy.shortlist import Shortlist
 
 
 @runtime_checkable
@@ -26,7 +27,6 @@ class LearningPolicy(Policy, Protocol):
         hit_idle_s: float,
         hit_fanout: int,
         now: float,
-        rng: np.random.Generator,
     ) -> Access:
         """A request starts."""
         ...
@@ -47,12 +47,19 @@ class LearningPolicy(Policy, Protocol):
         now: float,
         rng: np.random.Generator,
         depth: int = 0,
+        shortlist: Shortlist | None = None,
     ) -> Victims:
         """Victims that are worth less than new blocks."""
         ...
 
     def victims_below(
-        self, view: TierView, block_count: int, ceiling: float, now: float, rng: np.random.Generator
+        self,
+        view: TierView,
+        block_count: int,
+        ceiling: float,
+        now: float,
+        rng: np.random.Generator,
+        shortlist: Shortlist | None = None,
     ) -> Victims:
         """Victims that are worth less than `ceiling`."""
         ...

@@ -6,7 +6,8 @@ evicted are watched like the others. The table is of a fixed size; the sampling
 rate gives way when the workload is larger than it.
 
 A hash that collides overwrites: the older block leaves the sample, both in its
-reuses and in its exposure, which biases nothing.
+reuses and in its exposure, which biases nothing. Where in the table a block lies is
+chance already, so any stretch of it is a random sample.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from prefixd_server.base.types import Hashes
 from prefixd_server.policy.hazard import HazardTable
-from prefixd_server.policy.signals import REPLY_COUNT, age_buckets
+from prefixd_server.policy.signals import CLASS_COUNT, REPLY_COUNT, age_buckets
 
 SLOT_COUNT = 1 << 16
 """Places for watched blocks, 18 bytes each."""
@@ -28,10 +29,12 @@ FILL_MAX = 0.7
 """At this fill what is older than the horizon is forgotten, and the rate halved when that is too little."""
 HORIZON_MIN_S = 3600.0
 EXPOSURE_SAMPLE_COUNT = 256
-"""Places looked at to measure exposure, each time."""
+"""Places looked at to measure exposure, each time: the next ones of the table. Divides SLOT_COUNT."""
 EXPOSURE_PERIOD_S = 1.0
+WAITING_REUSES_MAX = 4096
+"""Reuses are handed to the hazard table together, when it is asked or at so many."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-_SLOT_MASK = np.uint64(SLOT_COUNT - 1)
+_CLASS_WHILE_RUNNING = np.arange(CLASS_COUNT, dtype=np.uint16) // REPLY_COUNT * REPLY_COUNT
 
 
 @dataclass(slots=True)
@@ -60,6 +63,11 @@ class ReuseTracker:
         self.horizon_s = HORIZON_MIN_S
         """Blocks that were not used for longer are forgotten when the table is full."""
         self._exposed_at: float | None = None
+        self._exposed_slot = 0
+        """Where the next stretch of the table begins."""
+        self._reused: list[tuple[NDArray[np.uint16], NDArray[np.float64]]] = []
+        """Classes and ages of reuses that the hazard table has not been told yet."""
+        self._reused_count = 0
         self._set_rate(RATE_START)
 
     def _set_rate(self, rate: float) -> None:
@@ -70,12 +78,12 @@ class ReuseTracker:
         """The watched blocks of a run, and which of them were used before.
 
         Args:
-            hashes: shape (blocks, 4), from the run's first block on.
+            hashes: from the run's first block on; the first word is looked at.
         """
         mixed = hashes[:, 0] * _ODD
         index = (mixed < self._threshold).nonzero()[0]
         keys = mixed.take(index)
-        slots = (keys & _SLOT_MASK).astype(np.intp)
+        slots = keys.astype(np.uint16).astype(np.intp)
         return Watched(index, slots, keys, self._key.take(slots) == keys, now)
 
     def last_use_of_deepest(self, watched: Watched) -> tuple[int, float] | None:
@@ -102,17 +110,28 @@ class ReuseTracker:
         known, slots = watched.known, watched.slots
         if len(slots) == 0:
             return
-        self._count += len(slots)
         again = slots[known]
+        self._count += len(slots) - len(again)
         if len(again):
-            self._count -= len(again)
-            buckets = age_buckets(watched.used_at - self._last_use.take(again))
-            self._hazards.observe_reuses(self._class.take(again), buckets)
+            self._reused.append((self._class.take(again), watched.used_at - self._last_use.take(again)))
+            self._reused_count += len(again)
         self._key[slots] = watched.keys
         self._last_use[slots] = watched.used_at
-        self._class[slots] = np.where(known, class_again, class_new)
+        self._class[slots] = class_new
+        if len(again):
+            self._class[again] = class_again
+        if self._reused_count > WAITING_REUSES_MAX:
+            self.report()
         if self._count > FILL_MAX * SLOT_COUNT:
             self._make_room()
+
+    def report(self) -> None:
+        """Hands the reuses that were noted since to the hazard table."""
+        if self._reused:
+            classes, ages = zip(*self._reused, strict=True)
+            self._hazards.observe_reuses(np.concatenate(classes), age_buckets(np.concatenate(ages)))
+            self._reused.clear()
+            self._reused_count = 0
 
     def finished(self, watched: Watched, reply: int) -> None:
         """The reply that followed this use has ended: its blocks change class, unless used again since."""
@@ -121,9 +140,9 @@ class ReuseTracker:
             return
         # A place that another block took since has another time, or is as recent: no harm then.
         slots = slots[self._last_use.take(slots) == watched.used_at]
-        self._class[slots] = self._class.take(slots) // REPLY_COUNT * REPLY_COUNT + reply
+        self._class[slots] = _CLASS_WHILE_RUNNING.take(self._class.take(slots)) + reply
 
-    def expose(self, now: float, rng: np.random.Generator) -> None:
+    def expose(self, now: float) -> None:
         """Measures exposure on a sample of the table, for the time since the last measurement."""
         if self._exposed_at is None:
             self._exposed_at = now
@@ -131,15 +150,16 @@ class ReuseTracker:
         if elapsed < EXPOSURE_PERIOD_S:
             return
         self._exposed_at = now
-        slots = rng.integers(0, SLOT_COUNT, EXPOSURE_SAMPLE_COUNT)
-        slots = slots[self._key.take(slots) != 0]
-        if len(slots) == 0:
+        part = slice(self._exposed_slot, self._exposed_slot + EXPOSURE_SAMPLE_COUNT)
+        self._exposed_slot = part.stop % SLOT_COUNT
+        watched = self._key[part].nonzero()[0]
+        if len(watched) == 0:
             return
-        ages = now - self._last_use.take(slots)
+        ages = now - self._last_use[part].take(watched)
         waited = np.minimum(ages, elapsed)
         buckets = age_buckets(ages - waited / 2)
         seconds = waited * (SLOT_COUNT / EXPOSURE_SAMPLE_COUNT)
-        self._hazards.observe_exposure(self._class.take(slots), buckets, seconds)
+        self._hazards.observe_exposure(self._class[part].take(watched), buckets, seconds)
 
     def _make_room(self) -> None:
         """Forgets what is older than the horizon, or watches fewer blocks where that does not help."""
@@ -150,6 +170,7 @@ class ReuseTracker:
         if self._count <= FILL_MAX * FILL_MAX * SLOT_COUNT or self.rate <= RATE_MIN:
             return
         self._set_rate(self.rate / 2)
+        self.report()
         self._hazards.decay(0.5)
         self._key[live[self._key.take(live) >= self._threshold]] = 0
         self._count = int(np.count_nonzero(self._key))

@@ -145,7 +145,7 @@ class ReplayState(ABC):
             idle = now - self.tree.nodes.mv.last_use[last]
             fanout = self.tree.nodes.mv.child_count[last] + (hit < len(run))
         names = self._names.take(run, axis=0)
-        access = self.learner.on_access(names, hit, idle, fanout, now, self.rng)
+        access = self.learner.on_access(names, hit, idle, fanout, now)
         self.tree.nodes.classify(path, access.history_again)
         return access
 

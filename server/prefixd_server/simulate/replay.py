@@ -15,6 +15,7 @@ import numpy as np
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
 from prefixd_server.policy.importance import Access
 from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.policy.shortlist import Shortlist
 from prefixd_server.simulate.arrivals import ServingModel
 from prefixd_server.simulate.history import POOL, SOME_SLOT, Part, ReplayState, Running
 from prefixd_server.simulate.traces import Trace
@@ -47,6 +48,7 @@ class Replay(ReplayState):
         self.evicted_count = 0
         self.stored_count = 0
         self._pinned: set[int] = set()
+        self._shortlist = Shortlist()
         self.presence = self.tree.tiers[_TIER]
         self._slots = self.columns.slot[_TIER]
 
@@ -105,7 +107,7 @@ class Replay(ReplayState):
         if self.learner is None:
             return self.policy.victims(self.view, count, now, self.rng)
         depth = self.columns.mv.depth[parent] + 1 if parent != NO_ROW else 0
-        return self.learner.victims_for(self.view, count, history, now, self.rng, depth)
+        return self.learner.victims_for(self.view, count, history, now, self.rng, depth, self._shortlist)
 
     def _evict(self, victims: Victims) -> None:
         gone = []
