@@ -139,9 +139,7 @@ def start_node(
         nvme=nvme or NvmeConfig(),
         hbm=hbm or HbmConfig(),
         server=ServerConfig(data_dir=data_dir),
-        tenants=tuple(
-            TenantConfig(name=tenant) if isinstance(tenant, str) else tenant for tenant in tenants
-        ),
+        tenants=tuple(TenantConfig(name=tenant) if isinstance(tenant, str) else tenant for tenant in tenants),
     )
 
     async def build() -> Cache:
@@ -150,7 +148,11 @@ def start_node(
         cache.start()
         return cache
 
-    return Node(loop.run_until_complete(build()), clock, loop)
+    try:
+        return Node(loop.run_until_complete(build()), clock, loop)
+    except BaseException:
+        loop.close()
+        raise
 
 
 def read_blocks(node: Node, extents: tuple[Extent, ...], block_bytes: int) -> list[tuple[bytes, int]]:

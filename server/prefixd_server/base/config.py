@@ -59,6 +59,8 @@ __all__ = [
 
 MIB = 1 << 20
 SEGMENT_ALIGNMENT_BYTES = 2 * MIB
+SHOWN_LENGTH_MAX = 256
+"""Characters of a value that a complaint quotes."""
 SOCKET_PATH_BYTES_MAX = 103
 """A unix socket's path has at most 107 bytes, and the companion adds ".fd"."""
 
@@ -232,8 +234,10 @@ class Config:
 
 def config_error(origin: str, key: str, value: object, limit: str) -> ConfigError:
     """A ConfigError that names where, what and the remedy."""
-    message = f"{origin}: {key} = {value!s}: {limit}. Change it and check with `prefixd config check`."
-    return ConfigError("CONFIG_INVALID", message, origin=origin, key=key, value=value, limit=limit)
+    shown = str(value)
+    shown = shown if len(shown) <= SHOWN_LENGTH_MAX else shown[: SHOWN_LENGTH_MAX - 3] + "..."
+    message = f"{origin}: {key} = {shown}: {limit}. Change it and check with `prefixd config check`."
+    return ConfigError("CONFIG_INVALID", message, origin=origin, key=key, value=shown, limit=limit)
 
 
 def is_loopback(host_port: str) -> bool:

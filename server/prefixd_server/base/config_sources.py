@@ -133,7 +133,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except OSError as error:
         raise config_error("flag --config", "config", file, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise config_error(f"file {file}", "content", "not TOML", str(error)) from error
 
 

@@ -65,7 +65,10 @@ def path() -> Form:
     def read(raw: object) -> Path | None:
         if not isinstance(raw, str) or "\0" in raw:
             raise ValueError("must be a path")
-        return Path(raw).expanduser() if raw else None
+        try:
+            return Path(raw).expanduser() if raw else None
+        except RuntimeError as error:
+            raise ValueError("must be a path; nobody's home is known by this name") from error
 
     return Form(read, lambda value: _quoted(value or ""))
 
