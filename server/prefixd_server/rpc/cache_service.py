@@ -16,7 +16,7 @@ from prefixd_server.base.types import Hashes, NamespaceRef, NamespaceSpec, Tier
 from prefixd_server.cache.cache import Cache
 from prefixd_server.rpc import answers, checks, requests
 from prefixd_server.rpc.namespace_spec import spec_from_wire
-from prefixd_server.rpc.put_assembly import PutAssembly
+from prefixd_server.rpc.put_assembly import PutAssembly, PutBuffers
 from prefixd_server.rpc.seat import Seat
 from prefixd_server.rpc.session_stream import SessionStream
 
@@ -34,6 +34,7 @@ class CacheService:
         self._limits = limits
         self._seat = seat
         self._tenant = seat.tenant
+        self._put_buffers = PutBuffers()
 
     def open_namespace(self, request: wire.OpenNamespaceRequest) -> wire.OpenNamespaceResponse:
         """Opens a namespace."""
@@ -127,12 +128,14 @@ class CacheService:
         ref, spec = self._namespace(header)
         shard, group = requests.shard(header.shard, spec), requests.kv_group(header.kv_group, spec)
         target = self._cache.begin_put(self._tenant, ref, shard, group, _parent(header.parent_hash, spec))
-        assembly = PutAssembly(spec.kv_groups[group].block_bytes, spec.hash_bytes)
-        async for message in messages:
-            block = assembly.take(message)
-            if block is not None:
-                await target.add(block.key, block.checksum, block.data)
-        assembly.finish()
+        block_bytes = spec.kv_groups[group].block_bytes
+        assembly = PutAssembly(block_bytes, spec.hash_bytes)
+        with self._put_buffers.hold(block_bytes):
+            async for message in messages:
+                block = assembly.take(message)
+                if block is not None:
+                    await target.add(block.key, block.checksum, block.data)
+            assembly.finish()
         stored, present, declined, reason = target.finish()
         return wire.PutResponse(
             stored_count=stored,

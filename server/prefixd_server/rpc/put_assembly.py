@@ -1,14 +1,47 @@
-"""Puts the messages of a portable Put together into whole blocks. No I/O."""
+"""Puts the messages of a portable Put together into whole blocks, within bounded memory. No I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prefixd.v1 import cache_service_pb2 as wire
 
-from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.errors import InvalidRequest, LimitReached
 from prefixd_server.base.types import HASH_COUNT_MAX, Hashes
 from prefixd_server.rpc import checks, requests
+
+BUFFER_BYTES_MAX = 256 << 20
+"""Memory of one tenant's Puts on one address, in which blocks are put together."""
+
+
+class PutBuffers:
+    """The memory of all Puts of one tenant on one address: a block each, for as long as the call is open."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+
+    @contextmanager
+    def hold(self, block_bytes: int) -> Iterator[None]:
+        """Memory for one block; one Put may go on however large its blocks are.
+
+        Raises:
+            LimitReached: PUT_LIMIT, when the Puts that are open have all there is.
+        """
+        if self.held_bytes and self.held_bytes + block_bytes > BUFFER_BYTES_MAX:
+            raise LimitReached(
+                "PUT_LIMIT",
+                f"the open Puts of this tenant hold {self.held_bytes:,} bytes, of {BUFFER_BYTES_MAX:,}; end "
+                "some, then repeat this one",
+                value=self.held_bytes,
+                limit=BUFFER_BYTES_MAX,
+            )
+        self.held_bytes += block_bytes
+        try:
+            yield
+        finally:
+            self.held_bytes -= block_bytes
 
 
 @dataclass(frozen=True, slots=True)
