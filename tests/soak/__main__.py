@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from tests.soak.growth import Holdings, grown, holdings, memory_bytes, memory_grown
+from tests.soak.growth import Holdings, at_rest, grown, memory_bytes, memory_grown
 from tests.soak.node import SoakNode, soak_node
 
 ENGINE_COUNT_MAX = 4
@@ -126,7 +126,7 @@ class Soak:
         node = self._node
         node.empty()
         self.problems += node.daemon.problems()
-        return holdings(node.pid, node.directory)
+        return at_rest(node.pid, node.directory)
 
 
 def bad_lines(log: str) -> list[str]:

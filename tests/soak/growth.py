@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +20,16 @@ INDEX_FILE_COUNT_MAX = 64
 """Files of the index: logs and tables, which come and go."""
 
 
+AT_REST_S, LOOK_INTERVAL_S = 2.0, 0.1
+"""Who asks a daemon how it is opens connections; the least seen in so long is what it keeps."""
+
+
 @dataclass(frozen=True)
 class Holdings:
-    """Of one daemon at rest. `memory_bytes` is its own memory; `files` are those outside the index."""
+    """Of one daemon at rest. `memory_bytes` is its own memory; `files` are those outside the index.
+
+    kinds: of its descriptors, for people.
+    """
 
     memory_bytes: int
     threads: int
@@ -26,6 +37,7 @@ class Holdings:
     children: int
     files: int
     index_files: int
+    kinds: str
 
 
 def memory_bytes(pid: int) -> int:
@@ -36,19 +48,40 @@ def memory_bytes(pid: int) -> int:
     raise AssertionError("this kernel does not tell RssAnon")
 
 
-def holdings(pid: int, *directories: Path) -> Holdings:
-    """What a process holds now, and how many files there are below the directories."""
-    files = [path for directory in directories for path in directory.rglob("*") if not path.is_dir()]
+def at_rest(pid: int, directory: Path) -> Holdings:
+    """What a process keeps holding when nobody is there: the look with the fewest descriptors and threads."""
+    looks = []
+    until = time.monotonic() + AT_REST_S
+    while time.monotonic() < until:
+        looks.append(holdings(pid, directory))
+        time.sleep(LOOK_INTERVAL_S)  # what ends by itself has time to
+    return min(looks, key=lambda look: (look.descriptors, look.threads))
+
+
+def holdings(pid: int, directory: Path) -> Holdings:
+    """What a process holds now, and how many files there are below the directory."""
+    files = [path for path in directory.rglob("*") if not path.is_dir()]
     index_files = sum("index" in path.parts for path in files)
     tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    kinds = Counter(re.sub(r"\d+", "N", name) for name in descriptors(pid))
     return Holdings(
         memory_bytes=memory_bytes(pid),
         threads=len(tasks),
-        descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        descriptors=kinds.total(),
         children=sum(len((task / "children").read_text().split()) for task in tasks),
         files=len(files) - index_files,
         index_files=index_files,
+        kinds=", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
     )
+
+
+def descriptors(pid: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(entry.readlink()))
+    return found
 
 
 def grown(before: Holdings, after: Holdings) -> list[str]:

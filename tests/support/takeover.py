@@ -43,14 +43,3 @@ def wait_until_it_serves(daemon: DaemonProcess, count: int = 1) -> None:
 def lock_holder(directory: Path) -> int:
     """Who has written its pid into the data directory's lock, last."""
     return int((directory / "data" / "LOCK").read_text())
-
-
-def open_descriptors(pid: int) -> list[str]:
-    """What a process has open."""
-    found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(str(entry.readlink()))
-        except FileNotFoundError:
-            continue
-    return found
