@@ -34,6 +34,6 @@ def suffering(call: Callable[..., int], control: Path, *, writes: bool) -> Calla
 
 if __name__ == "__main__":
     told = Path(sys.argv.pop(1))
-    RealFiles.read_at = suffering(RealFiles.read_at, told, writes=False)  # type: ignore[method-assign]  # seam
+    RealFiles.read_at = suffering(RealFiles.read_at, told, writes=False)  # type: ignore[method-assign]  # the disk
     RealFiles.write_at = suffering(RealFiles.write_at, told, writes=True)  # type: ignore[method-assign]  # as above
     main()
