@@ -18,13 +18,13 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 16
 TOKENS = 16
-"""Of a block; 12 KiB of KV in bfloat16."""
+"""Of a block; 6 KiB of KV in bfloat16."""
 ROOM_BLOCKS = 40
 
 
-def host_pool(layout: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def host_pool(layout: str, dtype: torch.dtype = torch.bfloat16, *, heads: int = HEADS) -> Any:
     """SGLang's host pool of keys and values per head, filled with noise."""
-    shape, rows = (HEADS, HEAD_DIM), ROOM_BLOCKS * TOKENS
+    shape, rows = (heads, HEAD_DIM), ROOM_BLOCKS * TOKENS
     k, v = (tuple(torch.zeros(rows, *shape, dtype=dtype) for _ in range(LAYERS)) for _ in range(2))
     buffers = KVBuffers(
         k=k, v=v, k_data_ptrs=_addresses(k), v_data_ptrs=_addresses(v), layout=next(iter(KVBufferLayout))
@@ -32,7 +32,7 @@ def host_pool(layout: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     info = MHABufferInfo(
         buffers=buffers,
         page_size=TOKENS,
-        head_num=HEADS,
+        head_num=heads,
         head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
         dtype=dtype,

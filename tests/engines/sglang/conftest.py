@@ -76,6 +76,7 @@ def storage_of(request: pytest.FixtureRequest, engine_configuration: None) -> It
             "weights_revision": request.node.nodeid,
             "lookup_timeout_s": 5.0,
             "wait_max_s": 8.0,
+            "save_patience_s": 20.0,
         } | changes.pop("extra", {})
         made.append(attached(pool, storage_config(extra=extra, **changes)))
         return made[-1]

@@ -188,7 +188,7 @@ class PrefixdHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         """Refused: other engines share what is kept. Blocks go with the operator's own command."""
-        self._tell_once("clear", "an engine cannot clear the node's cache; see prefixd namespaces and drop")
+        self._tell_once("clear", "an engine cannot clear what others share; see prefixd drop-namespace")
         return False
 
     def get_stats(self) -> Any:

@@ -1,0 +1,135 @@
+"""What cannot be served is refused when the storage is attached, in words that name the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from prefixd_client.connectors.sglang import PrefixdHiCache, UnsupportedEngine, refusals
+from prefixd_client.connectors.sglang.engine import EngineFacts
+from prefixd_client.connectors.sglang.host_pool import HostPool
+from prefixd_client.connectors.sglang.identity import adapters_fingerprint, engine_weights
+from prefixd_client.connectors.sglang.settings import Settings
+from prefixd_client.connectors.sglang.versions import refuse_unsupported_version
+from prefixd_client.connectors.sglang.weight_updates import watch_class
+
+from tests.support.sglang_contract import attached, host_pool, storage_config
+
+
+@pytest.fixture
+def facts(engine_configuration: None) -> EngineFacts:
+    """Of the published configuration."""
+    return EngineFacts.read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"extra": {"interface_v1": 0}}, '"interface_v1": 1'),
+        ({"attn_cp_size": 2}, "tensor parallelism alone"),
+        ({"should_split_heads": True}, "leave tp_lcm_size out"),
+        ({"extra": {"sockt": "/x"}}, "docs/howto-sglang.md"),
+        ({"extra": {"wait_max_s": 0}}, "docs/howto-sglang.md"),
+        ({"extra": {"wait_max_s": "2"}}, "docs/howto-sglang.md"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(engine_configuration, changes, remedy) -> None:
+    with pytest.raises(UnsupportedEngine, match=remedy):
+        PrefixdHiCache(storage_config(**changes), {})
+
+
+def test_sglangs_own_loader_shows_the_refusal(engine_configuration) -> None:
+    with pytest.raises(UnsupportedEngine, match="interface_v1"):
+        attached(host_pool("page_first"), storage_config(extra={"interface_v1": 0}))
+
+
+@pytest.mark.parametrize("name", ["mamba", "swa", "indexer", "draft"])
+def test_a_pool_beside_the_kv_of_every_token_is_refused(
+    own_daemon, storage_of: Callable[..., Any], name: str
+) -> None:
+    pool = host_pool("page_first")
+    storage = storage_of(own_daemon, pool)
+    with pytest.raises(UnsupportedEngine, match=f"'{name}'"):
+        storage.register_mem_host_pool_v2(pool, name)
+
+
+def test_a_pool_of_another_kind_is_refused() -> None:
+    class MambaPoolHost:
+        layout = "page_first"
+
+    with pytest.raises(UnsupportedEngine, match="MambaPoolHost"):
+        HostPool(MambaPoolHost())
+
+
+def test_a_layout_that_nobody_has_run_is_refused() -> None:
+    with pytest.raises(UnsupportedEngine, match="page_head"):
+        HostPool(host_pool("page_head"))
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "1.0"])
+def test_a_release_that_nobody_has_run_is_refused(version: str) -> None:
+    with pytest.raises(UnsupportedEngine, match=r"install SGLang 0\.5\.23"):
+        refuse_unsupported_version(version)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_multimodal", "finding"),
+    [("EAGLE", False, "draft layers"), (None, True, "images")],
+)
+def test_a_model_whose_blocks_depend_on_more_than_their_tokens_is_refused(
+    algorithm, is_multimodal, finding
+) -> None:
+    with pytest.raises(UnsupportedEngine, match=finding):
+        refusals.refuse_unsupported_model(algorithm, is_multimodal)
+    refusals.refuse_unsupported_model("NGRAM", False)
+
+
+def test_weights_that_cannot_be_told_need_a_revision(facts: EngineFacts, tmp_path) -> None:
+    at_start = replace(facts, was_attached_at_start=True)
+    assert engine_weights(at_start, Settings()).startswith("sha256:")
+    empty = replace(at_start, model_path=str(tmp_path))
+    for unknown in (facts, replace(at_start, load_format="dummy"), empty):
+        with pytest.raises(UnsupportedEngine, match="weights_revision"):
+            engine_weights(unknown, Settings())
+        assert engine_weights(unknown, Settings(weights_revision="r1")) == "revision:r1"
+
+
+def test_adapters_are_told_by_their_content(tmp_path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    before = adapters_fingerprint([str(tmp_path)])
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"two")
+    assert adapters_fingerprint([str(tmp_path)]) not in ("", before)
+    assert adapters_fingerprint([]) == ""
+    with pytest.raises(UnsupportedEngine, match="local directory"):
+        adapters_fingerprint([str(tmp_path / "absent")])
+
+
+def test_settings_of_the_model_and_the_kernels_are_in_its_fingerprint(facts: EngineFacts) -> None:
+    from sglang.srt import runtime_context  # noqa: PLC0415 - needs SGLang
+
+    model, kernel = runtime_context.get_model(), runtime_context.get_exec().kernel
+    changed = []
+    for group, change in [
+        (model, {"json_model_override_args": '{"rope_scaling": {"factor": 2.0}}'}),
+        (model, {"quantization": "fp8"}),
+        (model, {"context_length": 512}),
+        (kernel, {"bf16_gemm_backend": "other"}),
+    ]:
+        with group.override(**change):
+            changed.append(EngineFacts.read().config_fingerprint)
+    assert len({facts.config_fingerprint, *changed}) == 5
+    with model.override(download_dir="/elsewhere", weight_loader_disable_mmap=True):
+        assert EngineFacts.read().config_fingerprint == facts.config_fingerprint
+
+
+def test_an_updater_without_the_known_steps_is_refused() -> None:
+    class Updater:
+        def record_weight_version_after_update(self) -> None: ...
+
+    with pytest.raises(UnsupportedEngine, match="flush_cache_after_weight_update"):
+        watch_class(Updater)
