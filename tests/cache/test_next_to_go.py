@@ -33,9 +33,16 @@ def rows_of(node: Node, engine: Engine, hashes: list[bytes]) -> Rows:
     return catalog.find(catalog.namespaces.space(namespace, 0, 0), packed(hashes))
 
 
-def store(catalog: Catalog, rows: Rows, slot: int = 7) -> None:
+def store(catalog: Catalog, rows: Rows) -> None:
     """As if NVMe had them."""
-    catalog.columns.slot[Tier.NVME][rows] = slot
+    catalog.columns.slot[Tier.NVME][rows] = 7
+    catalog.tree.copies_added(Tier.NVME, rows)
+
+
+def forget(catalog: Catalog, rows: Rows) -> None:
+    """As if NVMe had them no more."""
+    catalog.tree.copies_dropped(Tier.NVME, rows)
+    catalog.columns.slot[Tier.NVME][rows] = NO_SLOT
 
 
 def test_a_node_is_chosen_once_and_the_line_is_as_long_as_asked(node: Node, one: Engine) -> None:
@@ -75,7 +82,7 @@ def test_only_what_nvme_has_is_taken_and_deepest_first(node: Node, one: Engine) 
     assert catalog.columns.depth[taken].tolist() == sorted(
         catalog.columns.depth[taken].tolist(), reverse=True
     )
-    store(catalog, taken, NO_SLOT)
+    forget(catalog, taken)
 
 
 def test_what_was_tried_and_refused_may_go_without_a_copy(node: Node, one: Engine) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from prefixd_server.base.types import NO_SLOT, Rows, Tier
 from prefixd_server.cache.state import State
+from prefixd_server.catalog.nodes import NO_NODE
 from prefixd_server.catalog.reserved import reserve
 from prefixd_server.policy.policy import DaemonPolicy, Victims
 
@@ -26,8 +27,10 @@ CHOICE_BLOCK_COUNT_MAX = 256
 CHOICE_SHARE_MIN = 1 / 16
 CHOICE_BLOCK_COUNT_MIN = 128
 """A line that is short by less than this part of it, and this many blocks, waits: a choice has its price."""
-SWEEP_COUNT_MAX = 16
-"""Nodes in line that are looked at in one step."""
+SWEEP_COUNT_MAX = 4
+"""Nodes in line that are looked at in one step, whether they were used since."""
+ASK_COUNT_MAX = 16
+"""Nodes in line that are asked in one step whether they can go."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class NextToGo:
         self._unstored: dict[int, deque[Entry]] = {}
         """Of those in line, the ones that are not ready."""
         self._block_counts: dict[int, int] = {}
+        self._reached: dict[int, tuple[int, float]] = {}
+        """How far a policy that goes by age has come in each pool: the node, and when that was used."""
         self._chooser: DaemonPolicy | None = None
         state.metered.append(self)
 
@@ -91,8 +96,15 @@ class NextToGo:
         def others(node: int, limit: int) -> int:
             return 0 if self._in_line[node] else evictable(node, limit)
 
-        view = self._state.catalog.tree.view(Tier.DRAM, pool, others, without=self._in_line)
-        return self._state.policy.victims(view, block_count, self._state.clock.now(), self._state.rng)
+        tree = self._state.catalog.tree
+        reached, used_at = self._reached.get(pool, (NO_NODE, 0.0))
+        if reached != NO_NODE and self._last_use(reached) != used_at:
+            reached = NO_NODE
+        view = tree.view(Tier.DRAM, pool, others, without=self._in_line, after=reached)
+        victims = self._state.policy.victims(view, block_count, self._state.clock.now(), self._state.rng)
+        at = view.reached
+        self._reached[pool] = (at, 0.0 if at == NO_NODE else self._last_use(at))
+        return victims
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +127,7 @@ class NextToGo:
             claimed: rows on their way already.
         """
         unstored = self._unstored.get(pool, deque())
-        for _ in range(min(SWEEP_COUNT_MAX, len(unstored))):
+        for _ in range(min(ASK_COUNT_MAX, len(unstored))):
             entry = unstored.popleft()
             if not self._holds(entry):
                 continue
@@ -146,7 +158,7 @@ class NextToGo:
                 entry.ready = self._is_stored(entry.node, entry.count)
                 if not entry.ready:
                     passed.append(entry)
-                    if len(passed) == SWEEP_COUNT_MAX:
+                    if len(passed) == ASK_COUNT_MAX:
                         break
                     continue
             block_count -= going
@@ -164,8 +176,10 @@ class NextToGo:
 
     def _holds(self, entry: Entry) -> bool:
         """Whether the node is as it was chosen: not used since, and with as many copies at least."""
-        copies = self._state.catalog.tree.tiers[Tier.DRAM].copies_view[entry.node]
-        return self._last_use(entry.node) == entry.used_at and copies >= entry.count
+        return self._last_use(entry.node) == entry.used_at and self._copies(entry.node) >= entry.count
+
+    def _copies(self, node: int) -> int:
+        return self._state.catalog.tree.tiers[Tier.DRAM].copies_view[node]
 
     def _last_use(self, node: int) -> float:
         return self._state.catalog.tree.nodes.mv.last_use[node]
@@ -174,6 +188,10 @@ class NextToGo:
         return self._state.catalog.tree.tail_rows(Tier.DRAM, node, count)
 
     def _is_stored(self, node: int, count: int) -> bool:
+        tree = self._state.catalog.tree
+        stored = tree.tiers[Tier.NVME].copies_view[node]
+        if stored == 0 or stored == tree.nodes.mv.length[node]:
+            return stored > 0
         slots = self._state.catalog.columns.slot[Tier.NVME]
         return bool((slots[self._rows(node, count)] != NO_SLOT).all())
 
@@ -183,5 +201,6 @@ class NextToGo:
 
     def _clear(self, pool: int) -> None:
         self._unstored.pop(pool, None)
+        self._reached.pop(pool, None)
         for entry in self._lines.pop(pool):
             self._leave(pool, entry)

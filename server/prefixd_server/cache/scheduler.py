@@ -13,7 +13,7 @@ import asyncio
 
 import numpy as np
 
-from prefixd_server.base.types import NO_SLOT, Rows, Tier
+from prefixd_server.base.types import Rows, Tier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.nvme_tier import NvmeTier
@@ -82,7 +82,7 @@ class Scheduler:
     def _begin_demotions(self) -> list[asyncio.Task[int]]:
         """Starts what is to be demoted now, as many batches as may be under way."""
         begun: list[asyncio.Task[int]] = []
-        if not self._nvme.health.writable:
+        if not self._nvme.health.writable or len(self._demotions) >= BATCHES_UNDER_WAY_MAX:
             return begun
         for pool in range(self._state.catalog.namespaces.pool_count):
             at_once = self._batch_count(pool)
@@ -114,8 +114,7 @@ class Scheduler:
         chosen: dict[int, dict[int, None]] = {}
         left = BATCHES_UNDER_WAY_MAX * self._batch_count(pool)
         for rows in self._next_to_go.unstored(pool, claimed):
-            path = catalog.tree.path(int(rows[0]))
-            missing = path[catalog.columns.slot[Tier.NVME][path] == NO_SLOT].tolist()
+            missing = catalog.tree.path_without(Tier.NVME, int(rows[0])).tolist()
             fresh = [row for row in missing if row not in claimed]
             chosen.setdefault(int(catalog.columns.space[rows[0]]), {}).update(dict.fromkeys(fresh))
             left -= len(fresh)

@@ -65,6 +65,10 @@ class Presence:
         """Nodes of the space belong to the pool."""
         self._pool_of_space[space] = pool_node
 
+    def pool_node_of(self, node: int) -> int:
+        """The pool that the node, in use, belongs to."""
+        return self._pool_of_space[self._space[node]]
+
     def drop_space(self, space: int) -> None:
         """The space has no nodes any more."""
         del self._pool_of_space[space]

@@ -114,30 +114,39 @@ class CatalogReads:
         A copy may leave when it is visible, resident, unleased and unpinned, and
         when no block would stay behind without its parent.
         """
-        table = self.slots[tier]
+        table, placed = self.slots[tier], self.columns.slot[tier]
         unleased = int(tier in self.durable)
-        others = [
-            slot for other, slot in self.columns.slot.items() if other is not tier and other in self.slots
-        ]
+        lengths, here = self.tree.nodes.mv.length, self.tree.tiers[tier].copies_view
+        elsewhere = [self.tree.tiers[other].copies_view for other in self.slots if other is not tier]
 
         def count(node: int, limit: int) -> int:
             rows = self.tree.tail_rows(tier, node, limit)
             if len(rows) == 0:
                 return 0
-            slots = self.columns.slot[tier][rows]
-            free_to_go = table.state[slots] == SlotState.RESIDENT
-            free_to_go &= table.leases[slots] == unleased
-            free_to_go &= (self.columns.flags[rows] & (VISIBLE | PINNED)) == VISIBLE
-            kept_elsewhere = np.zeros(len(rows), dtype=np.bool_)
-            for slot in others:
-                kept_elsewhere |= slot[rows] != NO_SLOT
-            childless = np.empty(len(rows), dtype=np.bool_)
-            childless[0] = self.tree.ends_with(tier, int(rows[0]))
-            childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent[rows[:-1]] == rows[1:])
-            free_to_go &= kept_elsewhere | childless
+            slots = placed.take(rows)
+            free_to_go = table.state.take(slots) == _RESIDENT
+            free_to_go &= table.leases.take(slots) == unleased
+            free_to_go &= (self.columns.flags.take(rows) & (VISIBLE | PINNED)) == VISIBLE
+            others = [copies[node] for copies in elsewhere]
+            if not any(others) and here[node] == lengths[node]:
+                # No block has another copy, so they go from the tail on or not at all.
+                return leading(free_to_go) if self.tree.ends_with(tier, int(rows[0])) else 0
+            if lengths[node] not in others:
+                free_to_go &= self._leaves_no_orphan(tier, rows)
             return leading(free_to_go)
 
         return count
+
+    def _leaves_no_orphan(self, tier: Tier, rows: Rows) -> NDArray[np.bool_]:
+        """Of a node's deepest copies in `tier`, which have another, or no block below that would stay."""
+        kept_elsewhere = np.zeros(len(rows), dtype=np.bool_)
+        for other in self.slots:
+            if other is not tier:
+                kept_elsewhere |= self.columns.slot[other].take(rows) != NO_SLOT
+        childless = np.empty(len(rows), dtype=np.bool_)
+        childless[0] = self.tree.ends_with(tier, int(rows[0]))
+        childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent.take(rows[:-1]) == rows[1:])
+        return kept_elsewhere | childless
 
     def story(self, space: int, key: Hashes, now: float) -> tuple[str, ...]:
         """What is remembered of one block, oldest first."""

@@ -359,16 +359,22 @@ class PrefixTree(TreeWalks):
         return not any(p.kids_view[node] for other, p in self.tiers.items() if other is not tier)
 
     def view(
-        self, tier: Tier, pool: int, evictable: Evictable, without: NDArray[np.bool_] | None = None
+        self,
+        tier: Tier,
+        pool: int,
+        evictable: Evictable,
+        without: NDArray[np.bool_] | None = None,
+        after: int = NO_NODE,
     ) -> PoolView:
         """What a policy sees of one pool of one tier; cheap to make, and good for as long as the tree.
 
         Args:
             evictable: how many of a node's deepest copies may go now (base/views.py).
-            without: by node, leaves to leave out; the view is good until the next change then.
+            without: by node, what to leave out; the view is good until the next change then.
+            after: with that, where its walk by age goes on (tree_view.py).
         """
         pool_node = self.pool_nodes.get(pool, NO_NODE)
-        return PoolView(self, self.tiers[tier], pool_node, evictable, without)
+        return PoolView(self, self.tiers[tier], pool_node, evictable, without, after)
 
     @property
     def touched_bytes(self) -> int:

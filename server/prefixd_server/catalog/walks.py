@@ -40,7 +40,7 @@ class TreeWalks:
             last = row - count + 1
             if last >= 0:
                 parents = self.columns.parent[last + 1 : row + 1]
-                if (parents - _COUNTING[: count - 1] == last).all():
+                if np.count_nonzero(parents - _COUNTING[: count - 1] != last) == 0:
                     return np.arange(row, last - 1, -1, dtype=np.int32)
         walked = [row]
         for _ in range(count - 1):
@@ -102,6 +102,19 @@ class TreeWalks:
             parts.append(self.upward(row, mv.depth[row] - mv.depth[head] + 1))
             row = mv.parent[head]
         return np.concatenate(parts)[::-1] if len(parts) > 1 else parts[0][::-1]
+
+    def path_without(self, tier: Tier, row: int) -> Rows:
+        """Of the row's whole run, in its order, the blocks that have no copy in `tier`."""
+        mv, copies = self.nodes.mv, self.tiers[tier].copies_view
+        parts: list[Rows] = []
+        while row != NO_ROW:
+            node = self.columns.mv.node[row]
+            head = mv.head[node]
+            if copies[node] < mv.length[node]:
+                rows = self.upward(row, self.columns.mv.depth[row] - self.columns.mv.depth[head] + 1)
+                parts.append(rows[self.columns.slot[tier].take(rows) == NO_SLOT])
+            row = self.columns.mv.parent[head]
+        return np.concatenate(parts)[::-1] if parts else _NOTHING
 
     def children(self, row: int) -> Rows:
         """Rows of the blocks directly below."""

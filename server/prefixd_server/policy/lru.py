@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.views import Nodes, TierView
+from prefixd_server.policy.choice import Choice
 from prefixd_server.policy.policy import Victims
 
 
@@ -22,24 +23,14 @@ class LruPolicy:
     def victims(self, view: TierView, block_count: int, now: float, rng: np.random.Generator) -> Victims:
         """See Policy. One walk from the old end: a node whose descendants all go is a leaf when it is met."""
         del now, rng  # neither decides here
-        victims: Victims = []
-        stay_below: set[int] = set()
-        left = block_count
-        if left <= 0:
-            return victims
-        for node in view.by_age():
-            if node not in stay_below:
-                going = view.evictable(node, left)
-                if going:
-                    victims.append((node, going))
-                    left -= going
-                    if left <= 0:
+        choice = Choice(view, block_count)
+        if choice.left > 0:
+            for node in view.by_age():
+                if choice.is_leaf(node):
+                    choice.take(node)
+                    if choice.left <= 0:
                         break
-                if going == int(view.copies[node]):
-                    continue
-            # Something stays here, so nothing above may go.
-            self._hold_ancestors(view, node, stay_below)
-        return victims
+        return choice.victims
 
     def scores(self, view: TierView, nodes: Nodes, now: float) -> NDArray[np.float64]:
         """See Policy: minus the idle seconds."""
@@ -48,9 +39,3 @@ class LruPolicy:
     def explain(self, view: TierView, node: int, now: float) -> dict[str, str]:
         """See Policy."""
         return {"idle": f"{now - float(view.last_use[node]):.1f} s"}
-
-    def _hold_ancestors(self, view: TierView, node: int, stay_below: set[int]) -> None:
-        above = int(view.parent[node])
-        while above >= 0 and above not in stay_below:
-            stay_below.add(above)
-            above = int(view.parent[above])
