@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from prefixd_server.media.nvme_format import (
     HEADER_BYTES,
     INDEX_NAME,
     MARKER_NAME,
+    FormatError,
     decode_header,
     decode_marker,
 )
@@ -172,7 +173,8 @@ def changed_header(draw: st.DrawFn) -> Harm:
 
     def harm(data_dir: Path) -> None:
         path = data_dir / "nvme" / "segment-000000.kv"
-        with path.open("r+b") as file:
+        # Another harm may have left none.
+        with path.open("r+b") as file, suppress(FormatError):
             header = decode_header(file.read(HEADER_BYTES))
             file.seek(0)
             file.write(replace(header, **{field: value}).encode())

@@ -34,6 +34,7 @@ from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.media.movers import CallJob
 
 LIST_COUNT_MAX = 10_000
+PROBE_BLOCK_COUNT = 64
 _WRITING = "WRITING"
 
 
@@ -217,8 +218,8 @@ class Administration:
         catalog = self._state.catalog
         if hashes is None:
             return [int(row) for row in catalog.tree.roots(space)]
-        rows = catalog.find(space, hashes)
-        return [int(rows[keep_count])] if len(rows) > keep_count and rows[keep_count] != NO_ROW else []
+        rows = catalog.find(space, hashes[keep_count : keep_count + 1])
+        return [int(rows[0])] if len(rows) and rows[0] != NO_ROW else []
 
     def _evict_below(self, row: int) -> tuple[int, int]:
         """Evicts the subtree of `row` except blocks that are held, and their ancestors."""
@@ -243,7 +244,10 @@ class Administration:
         namespace = catalog.namespaces.get(tenant, ref)
         changed = 0
         for space in namespace.spaces.values():
-            rows = catalog.find(space, hashes)
+            # Where little of a long run is kept, little of it is looked for.
+            rows = catalog.find_prefix(space, hashes[:PROBE_BLOCK_COUNT])
+            if len(rows) == PROBE_BLOCK_COUNT:
+                rows = catalog.find_prefix(space, hashes)
             rows = rows[catalog.visible(rows)]
             rows = rows[((catalog.columns.flags[rows] & PINNED) != 0) != pinned]
             if len(rows):

@@ -54,6 +54,7 @@ STORED_TIERS = (*DEVICE_TIERS, Tier.NVME)
 WARM_BYTES = 32 << 20
 WARM_BLOCK_COUNT_MIN = 4
 """How much of a cold run is brought at once, per shard and KV group."""
+NO_ROWS = np.zeros(0, dtype=np.int32)
 HOT_WINDOW_COUNT = 8
 """As many times that much of one that will be used again soon."""
 
@@ -277,6 +278,9 @@ class Reading:
         rows_of: dict[tuple[int, int], Rows] = {}
         tiers = np.zeros(0, dtype=np.uint8)
         for shard, group in parts:
+            if known == 0:
+                rows_of[shard, group] = NO_ROWS
+                continue
             space = catalog.namespaces.space(namespace, shard, group)
             rows = catalog.find_prefix(space, hashes[:known])
             known = len(rows)
@@ -288,7 +292,7 @@ class Reading:
             hit = min(hit, leading(servable))
             tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
-        return Found(rows_of, hit, known, tiers, allowed)
+        return Found(rows_of, hit, known, tiers[:known], allowed)
 
     def _tier_of(self, rows: Rows, allowed: tuple[Tier, ...] = READABLE_TIERS) -> NDArray[np.uint8]:
         """The fastest of the tiers that has each row whole; 0 when none has."""

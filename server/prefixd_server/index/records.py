@@ -30,6 +30,7 @@ from prefixd_server.base.types import (
     HASH_BYTES_MAX,
     KV_GROUP_COUNT_MAX,
     LAYER_COUNT_MAX,
+    PART_COUNT_MAX,
     WORLD_SIZE_MAX,
     BlockEncoding,
     ChecksumAlgorithm,
@@ -278,6 +279,7 @@ def _spec(found: dict[str, Any]) -> NamespaceSpec:
         all(isinstance(value, str) for name, value in found.items() if name not in _COUNTS)
         and all(_is_count(found[name], maximum) for name, maximum in _COUNTS.items())
         and 1 <= len(groups) <= KV_GROUP_COUNT_MAX
+        and spec.shard_count * len(groups) <= PART_COUNT_MAX
         and all(_is_count(group.block_bytes, BLOCK_BYTES_MAX) for group in groups)
         and all(_is_count(group.layer_count, LAYER_COUNT_MAX) for group in groups)
     )

@@ -6,6 +6,7 @@ business; streams of a session are session_stream.py's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from prefixd.v1 import cache_service_pb2 as wire
@@ -22,6 +23,8 @@ from prefixd_server.rpc.session_stream import SessionStream
 
 MAX_WAIT_S = 10.0
 """Longest wait of an Acquire: an engine's patience for one request, not a parking place."""
+REPORTS_IN_A_STEP = 4
+"""Usage reports between which nobody else is served."""
 GET_PIECE_BYTES_MAX = 1 << 20
 """Bytes of one message of Get; small enough that a reader of any language keeps up."""
 
@@ -160,16 +163,16 @@ class CacheService:
         finally:
             await source.aclose()
 
-    def prefetch(self, request: wire.PrefetchRequest) -> wire.PrefetchResponse:
+    async def prefetch(self, request: wire.PrefetchRequest) -> wire.PrefetchResponse:
         """Has runs brought before they are asked for."""
         session_id = requests.session_id(request.session_id)
         requests.prefetch_target(request.target_tier)
         runs = requests.prefetch_runs(request.runs, self._spec_of)
         tokens = self._cache.prefetch(self._tenant, session_id, runs)
-        statuses = [
-            self._cache.prefetch_status(self._tenant, run.namespace, run.hashes, token)
-            for token, run in zip(tokens, runs, strict=True)
-        ]
+        statuses = []
+        for token, run in zip(tokens, runs, strict=True):
+            statuses.append(self._cache.prefetch_status(self._tenant, run.namespace, run.hashes, token))
+            await asyncio.sleep(0)
         return wire.PrefetchResponse(runs=[answers.prefetch_status(status) for status in statuses])
 
     def cancel_prefetch(self, request: wire.CancelPrefetchRequest) -> wire.CancelPrefetchResponse:
@@ -178,14 +181,17 @@ class CacheService:
         count = self._cache.cancel_prefetches(self._tenant, session_id, tokens)
         return wire.CancelPrefetchResponse(cancelled_count=count)
 
-    def report_usage(self, request: wire.ReportUsageRequest) -> wire.ReportUsageResponse:
+    async def report_usage(self, request: wire.ReportUsageRequest) -> wire.ReportUsageResponse:
         """Takes reports about requests."""
         session_id = requests.session_id(request.session_id)
         quiet_s = checks.span_s(request, "quiet_period", allow_zero=True)
         reports = requests.reports(request.reports, self._spec_of, allow_none=quiet_s is not None)
-        return wire.ReportUsageResponse(
-            accepted_count=self._cache.report_usage(self._tenant, session_id, reports, quiet_s)
-        )
+        accepted = self._cache.report_usage(self._tenant, session_id, reports[:REPORTS_IN_A_STEP], quiet_s)
+        for first in range(REPORTS_IN_A_STEP, len(reports), REPORTS_IN_A_STEP):
+            await asyncio.sleep(0)
+            some = reports[first : first + REPORTS_IN_A_STEP]
+            accepted += self._cache.report_usage(self._tenant, session_id, some, None)
+        return wire.ReportUsageResponse(accepted_count=accepted)
 
     def _spec_of(self, ref: NamespaceRef) -> NamespaceSpec:
         return self._cache.spec_of(self._tenant, ref)

@@ -13,6 +13,7 @@ from prefixd_server.base.types import (
     BLOCK_TOKENS_MAX,
     KV_GROUP_COUNT_MAX,
     LAYER_COUNT_MAX,
+    PART_COUNT_MAX,
     WORLD_SIZE_MAX,
     BlockEncoding,
     ChecksumAlgorithm,
@@ -61,6 +62,10 @@ def spec_from_wire(message: types_pb2.NamespaceSpec) -> NamespaceSpec:
     checks.within("spec.kv_groups count", len(message.kv_groups), 1, KV_GROUP_COUNT_MAX)
     if message.hash_bytes not in {16, 32}:
         raise checks.invalid("spec.hash_bytes", message.hash_bytes, "must be 16 or 32")
+    part_count = message.shard_count * len(message.kv_groups)
+    if part_count > PART_COUNT_MAX:
+        limit = f"times the number of KV groups must be at most {PART_COUNT_MAX:,}"
+        raise checks.invalid("spec.shard_count", message.shard_count, limit)
     return NamespaceSpec(
         **texts,
         block_tokens=checks.within("spec.block_tokens", message.block_tokens, 1, BLOCK_TOKENS_MAX),
