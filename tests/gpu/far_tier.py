@@ -11,6 +11,8 @@ from tests.gpu.device_process import TIER_BYTES
 from tests.support.engine_process import EngineProcess, Observer
 
 BLOCK = 65_536
+ALLOCATION_TIMEOUT_S = 30.0
+"""Longer than the daemon's longest pause between attempts."""
 Process = TypeVar("Process", bound=EngineProcess)
 
 
@@ -28,7 +30,10 @@ def hbm(observer: Observer) -> admin.TierStats:
 def wait_for_all_memory(observer: Observer, size_bytes: int = TIER_BYTES) -> None:
     """Returns when the whole tier is allocated."""
     observer.wait(
-        lambda: hbm(observer), lambda tier: tier.prefaulted_bytes == size_bytes, "the whole tier is there"
+        lambda: hbm(observer),
+        lambda tier: tier.prefaulted_bytes == size_bytes,
+        "the whole tier is there",
+        ALLOCATION_TIMEOUT_S,
     )
 
 

@@ -123,10 +123,11 @@ def test_a_restarted_daemon_regains_the_whole_tier(socket: Path, far_machine: Fa
     ):
         with device_daemon(socket, far_machine) as first:
             wait_for_all_memory(seen)
-            boot = opened(one).ask("status")["boot"]
-            assert one.ask("wait_state", state="ready")["state"] == "ready"
-            one.ask("put_there", **RUN)
-            assert opened(two).ask("get", **RUN)["true"] == 8
+            for engine in (one, two):
+                assert opened(engine).ask("wait_state", state="ready")["state"] == "ready"
+            boot = one.ask("status")["boot"]
+            assert one.ask("put_there", **RUN) == 8
+            assert two.ask("get", **RUN)["true"] == 8
             one.ask("acquire", **RUN)
             first.kill()
         with device_daemon(socket, far_machine):

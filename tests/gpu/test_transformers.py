@@ -14,7 +14,7 @@ from prefixd.v1 import types_pb2
 from prefixd_client.connectors.transformers import PrefixCachedModel
 
 from tests.gpu.device_process import device_daemon
-from tests.gpu.test_processes import hbm, wait_for_all_memory
+from tests.gpu.far_tier import hbm, wait_for_all_memory
 from tests.support.engine_process import Observer
 from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.models import BLOCK_TOKENS, prompt, tiny_llama
@@ -26,10 +26,11 @@ BLOCKS = 9
 TOKENS = BLOCKS * BLOCK_TOKENS + 5
 
 
-def prefill(socket: Path, model: Path, machine: FakeCuda) -> dict[str, Any]:
-    """What an engine process of its own hits and computes for the prompt."""
+def prefill(socket: Path, model: Path, machine: FakeCuda, prompt_count: int = 1) -> dict[str, Any]:
+    """What an engine process of its own hits and computes for the prompt, the last time that it is given."""
+    arguments = [socket, model, str(TOKENS), uuid_of(0), str(prompt_count)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.transformers_process", socket, model, str(TOKENS), uuid_of(0)],
+        [sys.executable, "-m", "tests.support.transformers_process", *arguments],
         env=os.environ | machine.environment,
         cwd=ROOT,
         check=True,
@@ -38,6 +39,10 @@ def prefill(socket: Path, model: Path, machine: FakeCuda) -> dict[str, Any]:
     )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+def hits_in_hbm(observer: Observer) -> int:
+    return sum(hit.block_count for hit in observer.stats().hits if hit.tier == types_pb2.TIER_HBM)
 
 
 def test_two_engines_share_a_prefix_through_hbm_and_their_logits_are_identical(
@@ -53,13 +58,14 @@ def test_two_engines_share_a_prefix_through_hbm_and_their_logits_are_identical(
     ):
         wait_for_all_memory(observer)
         first = prefill(daemon.socket, model, far_machine)
-        second = prefill(daemon.socket, model, far_machine)
+        # Twice in one process: however long a process takes to start, the uses are close enough to share.
+        second = prefill(daemon.socket, model, far_machine, prompt_count=2)
         observer.wait(
             lambda: hbm(observer), lambda tier: tier.resident_slot_count == BLOCKS, "the run is promoted"
         )
+        before = hits_in_hbm(observer)
         third = prefill(daemon.socket, model, far_machine)
-        by_tier = {hit.tier: hit.block_count for hit in observer.stats().hits}
-        assert by_tier == {types_pb2.TIER_DRAM: BLOCKS, types_pb2.TIER_HBM: BLOCKS}
+        assert hits_in_hbm(observer) - before == BLOCKS
         assert observer.problems() == []
     runs = (first, second, third)
     assert [run["hit"] for run in runs] == [0, BLOCKS * BLOCK_TOKENS, BLOCKS * BLOCK_TOKENS]

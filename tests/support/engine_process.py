@@ -153,9 +153,15 @@ class Observer:
         answer = self._stub.Check(admin.CheckRequest(), timeout=10.0, wait_for_ready=True)
         return list(answer.problems)
 
-    def wait(self, look: Callable[[], T], wanted: Callable[[T], bool], what: str) -> float:
+    def wait(
+        self,
+        look: Callable[[], T],
+        wanted: Callable[[T], bool],
+        what: str,
+        timeout_s: float = WAIT_TIMEOUT_S,
+    ) -> float:
         """Looks until it is as wanted; when that was seen, monotonic seconds."""
-        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not wanted(seen := look()):
             assert time.monotonic() < deadline, f"{what}: still {seen}"
             time.sleep(POLL_S)

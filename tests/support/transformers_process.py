@@ -1,6 +1,8 @@
 """An engine process of its own: answers one prompt and prints what it hit and what it computed.
 
-python -m tests.support.transformers_process SOCKET MODEL_DIRECTORY TOKEN_COUNT [DEVICE_UUID]
+Where the prompt is given several times, the last answer is printed.
+
+python -m tests.support.transformers_process SOCKET MODEL_DIRECTORY TOKEN_COUNT [DEVICE_UUID [PROMPT_COUNT]]
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ def digest(prefill: Prefill) -> str:
 
 def main() -> None:
     """See the module."""
-    socket, directory, token_count, *device = sys.argv[1:]
-    patient = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0, device_uuid="".join(device))
+    socket, directory, token_count, *more = sys.argv[1:]
+    device, prompt_count = [*more, *("", "1")[len(more) :]]
+    patient = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0, device_uuid=device)
     with Client(socket, engine_name="transformers", options=patient) as client:
         model = PrefixCachedModel.from_pretrained(
             directory, client, dtype=torch.float32, block_tokens=BLOCK_TOKENS
         )
-        prefill = model.prefill(prompt(int(token_count)))
+        for _ in range(int(prompt_count)):
+            prefill = model.prefill(prompt(int(token_count)))
         print(json.dumps({"hit": prefill.stats.hit_token_count, "digest": digest(prefill)}))
 
 
