@@ -75,11 +75,13 @@ class NodeViews:
         self.tail = nodes.tail.data
         self.length = nodes.length.data
         self.last_use = as_floats(nodes.last_use)
+        self.created = as_floats(nodes.created)
         self.use_count = nodes.use_count.data
         self.attention = as_floats(nodes.attention)
         self.reused = nodes.reused.data
         self.gap_class = nodes.gap_class.data
         self.output_class = nodes.output_class.data
+        self.hint = nodes.hint.data
         self.history: list[Any] = [getattr(nodes, name).data for name in HISTORY]
 
 

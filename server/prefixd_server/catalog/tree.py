@@ -158,8 +158,9 @@ class PrefixTree(TreeWalks):
         mv.child_count[node] = mv.length[node] = 0
         mv.head[node] = mv.tail[node] = NO_ROW
         mv.attention[node] = 0.0
-        for column, value in zip(mv.history, (now, now, 1, 0, 0, 0, 0), strict=True):
-            column[node] = value
+        mv.last_use[node] = mv.created[node] = now
+        mv.use_count[node] = 1
+        mv.reused[node] = mv.gap_class[node] = mv.output_class[node] = mv.hint[node] = 0
         # Fresh or given back, a node has no copies and no child that has any.
         return node
 
