@@ -32,14 +32,14 @@ def test_a_short_peak_does_not_begin_it() -> None:
     at = 0.0
     for _ in range(20):
         at = fed(mode, 0.95, at, ENTER_AFTER_S * 0.8)
-        at = fed(mode, 0.8, at, 0.1)
+        at = fed(mode, 0.75, at, 0.1)
     assert not mode.mode.on
 
 
 def test_it_ends_only_after_the_pressure_has_stayed_low_for_longer() -> None:
     mode = ConservativeMode(Setting.AUTO, 0.0)
     at = fed(mode, 1.0, 0.0, 2.0)
-    at = fed(mode, 0.8, at, 10.0)
+    at = fed(mode, 0.7, at, 10.0)
     assert mode.mode.on, "between the marks nothing changes"
     at = fed(mode, 0.5, at, LEAVE_AFTER_S * 0.8)
     assert mode.mode.on

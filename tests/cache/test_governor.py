@@ -222,6 +222,42 @@ def test_a_wait_that_is_cancelled_leaves_its_place_to_others() -> None:
     run_virtually(work)
 
 
+def test_a_link_that_is_kept_for_demand_gives_up_what_waits_and_serves_the_others() -> None:
+    async def work() -> None:
+        drive, granted = Drive(), []
+
+        async def piece(kind: tuple[Urgency, Reason]) -> None:
+            async with drive.governor.turn(Errand(*kind), MIB, "up") as turn:
+                granted.append((kind[0], turn))
+                await asyncio.sleep(1.0)
+
+        under_way = asyncio.ensure_future(piece(DEMAND))
+        await asyncio.sleep(0.1)
+        waiting = [asyncio.ensure_future(piece(kind)) for kind in (PREFETCH, DEMOTION)]
+        await asyncio.sleep(0.1)
+        assert granted == [(Urgency.DEMAND, True)]
+        drive.governor.keep_for_demand(True)
+        await asyncio.sleep(0.1)
+        await piece(DEMOTION)
+        await piece(DEMAND)
+        assert granted[1:4] == [
+            (Urgency.PREFETCH, False),
+            (Urgency.DEMOTION, False),
+            (Urgency.DEMOTION, False),
+        ]
+        assert granted[4:] == [(Urgency.DEMAND, True)]
+        drive.governor.keep_for_demand(False)
+        await asyncio.gather(under_way, *waiting, piece(DEMOTION))
+        assert granted[-1] == (Urgency.DEMOTION, True)
+        assert drive.governor.bytes_by_urgency == {
+            Urgency.DEMAND: 2 * MIB,
+            Urgency.PREFETCH: 0,
+            Urgency.DEMOTION: MIB,
+        }
+
+    run_virtually(work)
+
+
 def test_the_rate_is_measured_while_busy_and_tells_when_bytes_will_be_there() -> None:
     async def work() -> None:
         drive = Drive()

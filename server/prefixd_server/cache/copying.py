@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied:
-    """What became of a batch, a flag a block. Neither good nor lost: below a block that cannot be read."""
+    """What became of a batch, a flag a block. Neither good nor lost: not tried, or below such."""
 
     good: NDArray[np.bool_]
     bad: NDArray[np.bool_]
@@ -53,6 +53,8 @@ class Copied:
     """The source's medium could not read it."""
     faults: tuple[OSError, ...]
     """What the source's medium raised, one per extent; also where a second attempt has read all of it."""
+    tried_count: int
+    """Blocks that the link's governor did not give up."""
 
     @property
     def lost(self) -> NDArray[np.bool_]:
@@ -76,6 +78,7 @@ class Copier:
         began_at = self._state.clock.now()
         good, bad, unreadable = np.zeros((3, len(batch.source_slots)), dtype=np.bool_)
         faults = []
+        tried_count = 0
         urgent = errand.urgency is Urgency.DEMAND
         spans = self._spans(batch, IO_BYTES_MAX if urgent else BACKGROUND_IO_BYTES_MAX)
         results = await asyncio.gather(
@@ -84,13 +87,16 @@ class Copier:
         for (first, end), result in zip(spans, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
+            if result is None:
+                continue
+            tried_count += end - first
             good[first:end], bad[first:end] = ~result.bad, result.bad
             if result.unread_from is not None:
                 good[first + result.unread_from : end] = False
                 unreadable[first + result.unread_from] = True
             if result.fault is not None:
                 faults.append(result.fault)
-        copied = Copied(good, bad, unreadable, tuple(faults))
+        copied = Copied(good, bad, unreadable, tuple(faults), tried_count)
         if batch.source is Tier.DRAM:
             self.forget_lost(batch, copied)
         good_bytes = int(good.sum()) * batch.namespace.spec.kv_groups[batch.kv_group].block_bytes
@@ -98,14 +104,15 @@ class Copier:
         self._state.metrics.crossed(batch.source, batch.target, seconds, good_bytes)
         return copied
 
-    async def _copy_span(self, batch: Batch, errand: Errand, first: int, end: int) -> CopyResult:
+    async def _copy_span(self, batch: Batch, errand: Errand, first: int, end: int) -> CopyResult | None:
+        """One piece; None when the governor gave it up."""
         job = self._job(batch, first, end)
         movers = self._state.movers_of(batch.source, batch.target)
         governor = self._governors.get(frozenset((batch.source, batch.target)))
         if governor is None:
             return await movers.run(job)
-        async with governor.turn(errand, (end - first) * job.stride_bytes, batch.source.name):
-            return await movers.run(job)
+        async with governor.turn(errand, (end - first) * job.stride_bytes, batch.source.name) as granted:
+            return await movers.run(job) if granted else None
 
     def _spans(self, batch: Batch, bytes_max: int) -> list[tuple[int, int]]:
         """Pieces of the batch that are consecutive on both sides, of at most `bytes_max`."""

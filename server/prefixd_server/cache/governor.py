@@ -4,6 +4,7 @@ Demand goes at once. Background work (prefetch before demotion) goes while no
 demand is under way or waiting, a piece at a time once there has been demand
 lately, and within a share of the rate that the link was measured to have. The
 engines' pace (pace.py) scales that share, down to nothing. An idle link is lent whole.
+A link that is kept for demand gives up what waits: a copy that cannot go holds slots at both its ends.
 
 Copies are governed, not their planning: what is to be copied is the scheduler's.
 """
@@ -48,14 +49,15 @@ class Governor:
         self.name = name
         self._share = share
         self._pace = pace
-        self._waiting: list[tuple[Errand, asyncio.Future[Urgency], int]] = []
-        """Background pieces in order of arrival: whose, as what it is let go, its bytes."""
+        self._waiting: list[tuple[Errand, asyncio.Future[Urgency | None], int]] = []
+        """Background pieces in order of arrival: whose, as what it is let go (None: given up), its bytes."""
         self._demand = 0
         self._background = 0
         self._next_at = 0.0
         """When the share allows the next background piece."""
         self._demand_at = float("-inf")
         self._hurried = False
+        self._demand_only = False
         self._timer: asyncio.TimerHandle | None = None
         self._rates: dict[str, LinkRate] = {}
         self.demand_busy = LinkRate()
@@ -65,19 +67,22 @@ class Governor:
         """Under way, by direction."""
 
     @asynccontextmanager
-    async def turn(self, errand: Errand, size_bytes: int, direction: str) -> AsyncIterator[None]:
-        """Waits until the piece may be copied; copy it inside.
+    async def turn(self, errand: Errand, size_bytes: int, direction: str) -> AsyncIterator[bool]:
+        """Waits until the piece may be copied; copy it inside, or nothing where it is False: given up.
 
         Args:
             errand: whose piece; when its urgency rises to DEMAND, call urged().
             direction: what is copied the same way has one rate.
         """
-        urgency = errand.urgency
+        urgency: Urgency | None = errand.urgency
         if urgency is not Urgency.DEMAND:
             urgency = await self._wait(errand, size_bytes)
+        if urgency is None:
+            yield False
+            return
         try:
             with self._under_way(urgency, size_bytes, direction):
-                yield
+                yield True
         finally:
             self._pump()
 
@@ -89,6 +94,12 @@ class Governor:
         """From now on nothing waits: what is under way is to end, and nothing follows."""
         self._hurried = True
         self._pump()
+
+    def keep_for_demand(self, demand_only: bool) -> None:
+        """While demand_only, background pieces are given up and do not wait; those that wait, too."""
+        if demand_only is not self._demand_only:
+            self._demand_only = demand_only
+            self._pump()
 
     def factor(self) -> float:
         """What the engines' pace leaves of the background's share, 0 to 1."""
@@ -122,9 +133,9 @@ class Governor:
 
     # -- turns ---------------------------------------------------------------------------------
 
-    async def _wait(self, errand: Errand, size_bytes: int) -> Urgency:
-        """Waits for a turn; as what it was given."""
-        turn: asyncio.Future[Urgency] = asyncio.get_running_loop().create_future()
+    async def _wait(self, errand: Errand, size_bytes: int) -> Urgency | None:
+        """Waits for a turn; as what it was given, None when it was given up."""
+        turn: asyncio.Future[Urgency | None] = asyncio.get_running_loop().create_future()
         entry = (errand, turn, size_bytes)
         self._waiting.append(entry)
         self._pump()
@@ -133,7 +144,7 @@ class Governor:
         except asyncio.CancelledError:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-            elif not turn.cancelled() and turn.result() is not Urgency.DEMAND:
+            elif not turn.cancelled() and turn.result() not in (Urgency.DEMAND, None):
                 self._background -= 1
             self._pump()
             raise
@@ -168,13 +179,17 @@ class Governor:
             errand, turn, size_bytes = entry
             if turn.done():  # whoever waited was cancelled, and is about to notice
                 continue
-            if errand.urgency is not Urgency.DEMAND:
-                if not self._may_start(now):
+            urgency: Urgency | None = errand.urgency
+            if urgency is not Urgency.DEMAND:
+                if self._demand_only and not self._hurried:
+                    urgency = None
+                elif self._may_start(now):
+                    self._background += 1
+                    self._book(size_bytes, now)
+                else:
                     break
-                self._background += 1
-                self._book(size_bytes, now)
             self._waiting.remove(entry)
-            turn.set_result(errand.urgency)
+            turn.set_result(urgency)
         if self._waiting and self._timer is None:
             delay = min(self._next_at - now, WAIT_S_MAX) if self._next_at > now else WAIT_S_MAX
             self._timer = asyncio.get_running_loop().call_later(delay, self._look_again)

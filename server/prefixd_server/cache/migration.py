@@ -45,12 +45,14 @@ class Migration:
         }
         pressures["DRAM that may not be given up"] = self._dram_held_share()
         mode = self.mode.observe(pressures, now)
+        self._keep_for_demand(mode.on)
         self.background_may_begin = not mode.on and self.pace.factor(now) > 0
         return self.background_may_begin
 
     def set_conservative(self, setting: Setting) -> None:
         """The operator's word."""
         self.mode.set(setting, loop_time())
+        self._keep_for_demand(self.mode.mode.on)
 
     def decoded(self, latency_s: float) -> None:
         """An engine reports the decode latency of a reply, seconds per token."""
@@ -84,6 +86,11 @@ class Migration:
             quiet_s=self.pace.quiet_for(now),
             decode_p99_s=self.pace.decode_p99_s(now),
         )
+
+    def _keep_for_demand(self, demand_only: bool) -> None:
+        """What waits for its turn is given up, and with it the slots that it holds: demand needs the room."""
+        for governor in self.governors.values():
+            governor.keep_for_demand(demand_only)
 
     def _dram_held_share(self) -> float:
         """Part of DRAM's slots that are being written, leased or quarantined, 0 to 1."""

@@ -121,10 +121,15 @@ class Transfers:
             if len(surplus):
                 catalog.slots[Tier.NVME].free(surplus)
             spent = len(rows) * slot_bytes
-            return await self._write(namespace, shard, group, rows, slots) if len(rows) else 0
+            published = written = 0
+            if len(rows):
+                published, written = await self._write(namespace, shard, group, rows, slots)
+            spent = written * slot_bytes
         except FAULTS as error:
             self._nvme.health.failed(error)
             return 0
+        else:
+            return published
         finally:
             self._nvme.budget.give_back(booking, booking.unit_count * slot_bytes - spent)
 
@@ -135,9 +140,13 @@ class Transfers:
         good &= catalog.columns.slot[Tier.NVME][rows] == NO_SLOT
         return rows[: leading(good)]
 
-    async def _write(self, namespace: Namespace, shard: int, group: int, rows: Rows, slots: Slots) -> int:
+    async def _write(
+        self, namespace: Namespace, shard: int, group: int, rows: Rows, slots: Slots
+    ) -> tuple[int, int]:
+        """Bytes, flush, index records, visible. Blocks (published, written): the link may give some up."""
         catalog = self._state.catalog
         table = catalog.slots[Tier.NVME]
+        slot_bytes = table.slot_bytes_of(int(slots[0]))
         dram = catalog.columns.slot[Tier.DRAM][rows]
         batch = Batch(
             namespace, shard, group, Tier.DRAM, dram, Tier.NVME, slots, catalog.columns.checksum[rows].copy()
@@ -151,12 +160,15 @@ class Transfers:
         try:
             errand = Errand(Urgency.DEMOTION, Reason.WATERMARK)
             log.debug("demotion", reason=errand.reason.value, blocks=len(rows))
-            good = (await self._copier.copy(batch, errand)).good
+            copied = await self._copier.copy(batch, errand)
+            self._nvme.written_bytes += copied.tried_count * slot_bytes
+            # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
+            count = leading(copied.good & (table.row[slots] >= 0))
+            if count == 0:
+                return 0, copied.tried_count
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             movers = self._state.movers_of(Tier.NVME)
             await movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
-            # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
-            count = leading(good & (table.row[slots] >= 0))
             recording = True
             await self._nvme.put(namespace, records[:count])
             failpoint("demotion.recorded")
@@ -171,10 +183,8 @@ class Transfers:
             elif not settled:
                 self._state.apply(CopyAbandoned(Tier.NVME, slots))
             self._state.apply(CopiesReleased(Tier.DRAM, dram))
-        slot_bytes = table.slot_bytes_of(int(slots[0]))
-        self._nvme.written_bytes += len(slots) * slot_bytes
         self._migration.count(Reason.WATERMARK, published, published * slot_bytes)
-        return published
+        return published, copied.tried_count
 
     def _settle(self, records: Records, slots: Slots, count: int) -> int:
         """Durable copies become visible; those whose blocks were forgotten meanwhile are deleted again."""
