@@ -1,4 +1,4 @@
-"""Every stream socket under fire: bytes that are no HTTP, or half of it. The daemon lives and lets each go."""
+"""Every stream socket under fire: bytes that are no HTTP, or half of it. The daemon lives, and lets go."""
 
 from __future__ import annotations
 
