@@ -27,7 +27,7 @@ engine-bench: $(READY) $(ENGINES_STAMP) ## what the vLLM connector costs, agains
 	@$(ENGINES_PY) -m bench.vllm.load_rate
 	@$(ENGINES_PY) -m bench.vllm.ttft
 
-sglang-test: $(READY) $(SGLANG_STAMP) ## the SGLang connector against SGLang's own storage, and under engines with stand-ins for GPU copies (8 min at load 12)
+sglang-test: $(READY) $(SGLANG_STAMP) ## the SGLang connector against SGLang's own storage, and under engines with stand-ins for GPU copies (5 min at load 12)
 	@$(SGLANG_PY) -m pytest -c tests/engines/sglang/pytest.ini --rootdir . tests/engines/sglang $(PYTEST_ARGS)
 
 $(ENGINES_STAMP): constraints-engines.txt pyproject.toml

@@ -117,12 +117,13 @@ def storage_config(**changes: Any) -> HiCacheStorageConfig:
     return HiCacheStorageConfig(**(fields | changes))
 
 
-def attached(pool: Any, config: HiCacheStorageConfig) -> PrefixdHiCache:
-    """Our storage as SGLang's controller attaches it."""
+def attached(pool: Any, config: HiCacheStorageConfig, *, is_complete: bool = True) -> PrefixdHiCache:
+    """Our storage as SGLang's controller attaches it; not complete while further pools may come."""
     made = StorageBackendFactory.create_backend("dynamic", config, pool)
     made.register_mem_pool_host(pool)
     made.register_mem_host_pool_v2(pool, "kv")
-    made.on_host_pools_registered()
+    if is_complete:
+        made.on_host_pools_registered()
     return made
 
 

@@ -78,7 +78,8 @@ def storage_of(request: pytest.FixtureRequest, engine_configuration: None) -> It
             "wait_max_s": 8.0,
             "save_patience_s": 20.0,
         } | changes.pop("extra", {})
-        made.append(attached(pool, storage_config(extra=extra, **changes)))
+        is_complete = changes.pop("is_complete", True)
+        made.append(attached(pool, storage_config(extra=extra, **changes), is_complete=is_complete))
         return made[-1]
 
     yield make

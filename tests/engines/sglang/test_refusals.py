@@ -18,7 +18,7 @@ from prefixd_client.connectors.sglang.settings import Settings
 from prefixd_client.connectors.sglang.versions import refuse_unsupported_version
 from prefixd_client.connectors.sglang.weight_updates import watch_class
 
-from tests.support.sglang_contract import attached, host_pool, storage_config
+from tests.support.sglang_contract import TOKENS, attached, behind, host_pool, keys, storage_config
 
 
 @pytest.fixture
@@ -50,12 +50,25 @@ def test_sglangs_own_loader_shows_the_refusal(engine_configuration) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "swa", "indexer", "draft"])
 def test_a_pool_beside_the_kv_of_every_token_is_refused(
-    own_daemon, storage_of: Callable[..., Any], name: str
+    shared_daemon, storage_of: Callable[..., Any], name: str
 ) -> None:
     pool = host_pool("page_first")
-    storage = storage_of(own_daemon, pool)
+    storage = storage_of(shared_daemon, pool, is_complete=False)
     with pytest.raises(UnsupportedEngine, match=f"'{name}'"):
         storage.register_mem_host_pool_v2(pool, name)
+
+
+def test_a_pool_that_comes_later_ends_the_sharing_and_not_the_engine(
+    shared_daemon, storage_of: Callable[..., Any]
+) -> None:
+    pool = host_pool("page_first")
+    storage = storage_of(shared_daemon, pool)
+    run, indices = keys(2), pool.alloc(2 * TOKENS)
+    assert storage.batch_set_v1(run, indices, behind()) == [True, True]
+    storage.register_mem_host_pool_v2(pool, "mamba")
+    assert storage.batch_exists(run, behind()) == 0
+    assert storage.batch_set_v1(run, indices, behind()) == [False, False]
+    assert storage.batch_exists_v2(run, [], behind()).kv_hit_pages == 0
 
 
 def test_a_pool_of_another_kind_is_refused() -> None:

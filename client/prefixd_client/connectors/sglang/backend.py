@@ -59,7 +59,8 @@ class PrefixdHiCache(HiCacheStorage):
         self._client: Client | None = None
         self._pool: HostPool
         self._blocks: RankBlocks | None = None
-        self._tallies: Tallies
+        self._tallies = Tallies(0)
+        self._is_attached = False
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -85,10 +86,21 @@ class PrefixdHiCache(HiCacheStorage):
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool by name. Raises UnsupportedEngine for any but the KV of every token."""
-        if str(host_pool_name) != PoolName.KV.value:
-            refuse_further_pool(str(host_pool_name))
+        """A pool by name. For any but the KV of every token: UnsupportedEngine while the storage is attached;
+        nothing is shared any more when it comes later, as a running engine must not fail."""
+        name = str(host_pool_name)
+        if name != PoolName.KV.value:
+            self._blocks = None
+            if not self._is_attached:
+                refuse_further_pool(name)
+            self._tell_once(
+                "pool", f"a pool {name!r} was added, which has no place in the cache: nothing is shared"
+            )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """All pools of the engine's start are known."""
+        self._is_attached = True
 
     def close(self) -> None:
         """Detaches; what is kept stays."""
