@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 from tests.support.storm import RATE, storm
 
 READS = 300
-STORM_READS = 700
+STORM_READS = 600
+STORM_LOAD, STORM_SKEW = 1.42, 0.6
+"""A part of it is in DRAM; what is left keeps the drive busy to nine tenths."""
+STORM_SEEDS = (1, 2, 3)
 
 
 def test_demand_keeps_its_p99_while_migration_saturates(tmp_path: Path) -> None:
@@ -19,13 +23,20 @@ def test_demand_keeps_its_p99_while_migration_saturates(tmp_path: Path) -> None:
 
 
 def test_conservative_mode_helps_demand_through_a_storm_says_why_and_leaves(tmp_path: Path) -> None:
-    without = storm(tmp_path / "without", "off", load=0.88, read_count=STORM_READS)
-    helped = storm(tmp_path / "with", "auto", load=0.88, read_count=STORM_READS)
-    assert helped.entered_count >= 1
-    assert "DRAM-NVMe" in helped.reasons[0]
-    assert helped.left
-    assert helped.demoted_bytes < without.demoted_bytes
-    # The governor lets no background piece into a busy stretch, so p99 hardly moves; the tail behind it does.
-    assert helped.percentile(99) <= 1.02 * without.percentile(99)
-    assert helped.percentile(99.9) < 0.9 * without.percentile(99.9)
-    assert helped.reads_per_s >= 0.95 * without.reads_per_s
+    without, helped = (
+        [
+            storm(tmp_path / f"{setting}{seed}", setting, STORM_LOAD, STORM_READS, STORM_SKEW, seed)
+            for seed in STORM_SEEDS
+        ]
+        for setting in ("off", "auto")
+    )
+    for one, other in zip(without, helped, strict=True):
+        assert other.entered_count >= 1
+        assert "DRAM-NVMe" in other.reasons[0]
+        assert other.left
+        assert other.demoted_bytes < one.demoted_bytes
+        assert other.lost_count == 0
+        assert other.reads_per_s >= 0.95 * one.reads_per_s
+    pairs = list(zip(without, helped, strict=True))
+    for share in (99, 99.9):
+        assert median(other.percentile(share) / one.percentile(share) for one, other in pairs) < 1.0

@@ -1,8 +1,9 @@
 """Demand reads beside migration on one slow drive, and how long they take.
 
-Some runs are read one after the other, again and again, at random times. They are more than
-DRAM holds, so each read is one of NVMe, whatever goes on beside it: demand is always the same.
-Beside them new runs are stored without end, so that there is always something to demote.
+Some runs, more than DRAM holds, are read again and again at random times. Where they are read one
+after the other each read is one of NVMe, whatever goes on beside it; where some are read more often
+than others, as prefixes are, DRAM serves those that it has room for. What is asked for and when is
+always the same. Beside it new runs are stored without end, so that there is always something to demote.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RETRY_COUNT_MAX = 40
 
 @dataclass
 class StormResult:
-    """Seconds of each read that had to wait, and what went on beside."""
+    """Seconds of each read, and what went on beside."""
 
     seconds: list[float] = field(default_factory=list)
     span_s: float = 0.0
@@ -61,17 +62,25 @@ class Storm:
 
     Args:
         conservative: setting of conservative mode; "on" keeps all migration off.
-        load: of the drive by demand, 1 for all of it.
+        load: of the drive by demand, if all of it were read from there; 1 for all it can do.
+        skew: exponent of Zipf's law by which runs are chosen; 0 reads one after the other.
         store_load: of the drive by what is stored, if all of it were demoted.
     """
 
     def __init__(
-        self, directory: Path, conservative: str, load: float, store_load: float = 0.8, seed: int = 7
+        self,
+        directory: Path,
+        conservative: str,
+        load: float,
+        skew: float = 0.0,
+        seed: int = 7,
+        store_load: float = 0.8,
     ) -> None:
         migration = MigrationConfig(conservative="off")
         self.node = ModelledNode(directory, DRAM_BYTES, NVME_BYTES, RATE, BLOCK_BYTES, migration)
         self._conservative = conservative
         self._load = load
+        self._skew = skew
         self._store_load = store_load
         self._rng = np.random.default_rng(seed)
         self._next = 0
@@ -125,10 +134,18 @@ class Storm:
 
     async def _read_all(self, runs: list[Hashes], count: int, result: StormResult) -> None:
         reads = []
-        for number, gap in enumerate(self._rng.exponential(RUN_BYTES / RATE / self._load, count)):
+        gaps = self._rng.exponential(RUN_BYTES / RATE / self._load, count)
+        for number, gap in zip(self._choices(len(runs), count), gaps, strict=True):
             await asyncio.sleep(gap)
-            reads.append(asyncio.ensure_future(self._read(runs[number % len(runs)], result)))
+            reads.append(asyncio.ensure_future(self._read(runs[number], result)))
         await asyncio.gather(*reads)
+
+    def _choices(self, run_count: int, count: int) -> list[int]:
+        """Which runs are read, in order."""
+        if not self._skew:
+            return [number % run_count for number in range(count)]
+        weights = np.arange(1, run_count + 1, dtype=np.float64) ** -self._skew
+        return self._rng.choice(run_count, count, p=weights / weights.sum()).tolist()
 
     async def _read(self, run: Hashes, result: StormResult) -> None:
         began = self.node.loop.time()
@@ -140,9 +157,8 @@ class Storm:
         else:
             result.lost_count += 1
             return
-        seconds = self.node.loop.time() - began
-        if seconds > 0 and began >= self._counts_from:
-            result.seconds.append(seconds)
+        if began >= self._counts_from:
+            result.seconds.append(self.node.loop.time() - began)
 
     async def _store(self) -> None:
         while True:
@@ -157,9 +173,11 @@ class Storm:
             await asyncio.sleep(0.02)
 
 
-def storm(directory: Path, conservative: str, load: float, read_count: int) -> StormResult:
+def storm(
+    directory: Path, conservative: str, load: float, read_count: int, skew: float = 0.0, seed: int = 7
+) -> StormResult:
     """One storm from its beginning to its end."""
-    made = Storm(directory, conservative, load)
+    made = Storm(directory, conservative, load, skew, seed)
     try:
         return made.run(read_count)
     finally:
