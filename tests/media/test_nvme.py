@@ -195,6 +195,13 @@ def test_a_directory_has_one_owner(medium: NvmeMedium, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another") as raised:
         small_store(tmp_path)
     assert raised.value.reason == "ALREADY_RUNNING"
+
+
+def test_an_owner_that_is_just_dying_is_waited_for(
+    medium: NvmeMedium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd_server.media.nvme_files.time.sleep", lambda _: medium.close())
+    small_store(tmp_path).close()
     medium.close()
     small_store(tmp_path).close()
 

@@ -159,7 +159,14 @@ async def test_who_has_the_locks_keeps_the_node_even_if_it_vanished_from_the_cal
     successor.vanish()
     await old.handing_over.wait()
     assert not await old.must_begin_anew()
+    await asyncio.gather(old.leave(), ended(engine))
     lock.release()
+
+
+async def ended(engine: WireEngine) -> None:
+    """Reads a session's stream to its end, which a drain announces."""
+    assert (await engine.stream.read()).WhichOneof("message") == "draining"
+    assert await engine.stream.read() is grpc.aio.EOF
 
 
 async def test_one_takeover_at_a_time_and_its_steps_in_order(old: Daemon, engine: WireEngine) -> None:

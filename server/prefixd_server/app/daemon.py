@@ -135,6 +135,9 @@ class Daemon:
 
         What is left when the drain's time is over goes with stop().
         """
+        if not self.cache.state.draining:
+            # Somebody else has the node, whom the successor never told us of.
+            self.cache.drain_begin()
         loop, timeout_s = asyncio.get_running_loop(), self.config.drain.timeout_s
         gone_at = loop.time() + timeout_s
         while self.cache.farewell() and loop.time() < gone_at:

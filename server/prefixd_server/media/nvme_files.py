@@ -6,12 +6,15 @@ import errno
 import fcntl
 import os
 import resource
+import time
 from pathlib import Path
 
 from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.files import Files
 from prefixd_server.media.aligned import aligned_buffer
 from prefixd_server.media.nvme_format import HEADER_BYTES, SegmentHeader
+
+HOLDER_DIES_WITHIN_S, HOLDER_POLL_S = 0.5, 0.005
 
 
 def refused(reason: str, what: str, remedy: str) -> ConfigError:
@@ -22,23 +25,32 @@ def refused(reason: str, what: str, remedy: str) -> ConfigError:
 def lock_directory(directory: Path) -> int:
     """Takes the directory for this process, until the descriptor returned is closed.
 
+    Waits a moment for its holder: of a process that dies the kernel closes one descriptor after the other,
+    and whoever has its data directory already comes here next.
+
     Raises:
         ConfigError: ALREADY_RUNNING, when another process has it.
         OSError: it cannot be opened.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
-            raise
-        raise refused(
-            "ALREADY_RUNNING",
-            f"{directory} is in use by another prefixd",
-            "stop that one, or choose another directory",
-        ) from error
-    return fd
+    until = time.monotonic() + HOLDER_DIES_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held = error.errno in {errno.EWOULDBLOCK, errno.EACCES}
+            if held and time.monotonic() < until:
+                time.sleep(HOLDER_POLL_S)
+                continue
+            os.close(fd)
+            if not held:
+                raise
+            raise refused(
+                "ALREADY_RUNNING",
+                f"{directory} is in use by another prefixd",
+                "stop that one, or choose another directory",
+            ) from error
+        return fd
 
 
 def open_direct(files: Files, path: Path, flags: int) -> tuple[int, bool]:
