@@ -1,6 +1,6 @@
 """What the policy costs the loop over a full DRAM of 1,000,000 blocks, in steady state.
 
-    python -m bench.policy_tick [--blocks N] [--seconds N] [--json OUT]
+    python -m bench.policy_tick [--blocks N] [--seconds N] [--policy importance|lru] [--json OUT]
 
 Conversations of a made-up workload, 100 requests a second: three in four continue
 one with 16 blocks, the others begin one with 64 below a shared prompt. DRAM is
@@ -201,10 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=30.0, help="of the workload's time, measured")
+    parser.add_argument("--policy", choices=("importance", "lru"), default="importance")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     bench = Bench(arguments.blocks)
     bench.fill(arguments.blocks)
+    bench.state.policy = bench.state.policies[arguments.policy]
     bench.run(20.0)
     for steps in bench.spent.values():
         steps.clear()
