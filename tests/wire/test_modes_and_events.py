@@ -59,6 +59,18 @@ async def test_a_watcher_hears_of_a_request_and_its_end(scene: Scene) -> None:
     await give_back(scene, read=lease.token)
 
 
+async def test_a_watcher_hears_that_conservative_mode_begins_and_ends_and_why(scene: Scene) -> None:
+    stream = scene.engine.admin.WatchEvents(admin.WatchEventsRequest())
+    await until_watched(scene, True)
+    for setting, on in (("on", True), ("off", False)):
+        await scene.engine.call("SetMode", conservative=setting)
+        changed = (await stream.read()).conservative_mode_changed
+        assert changed.on is on
+        assert "by the operator" in changed.reason
+    stream.cancel()
+    await until_watched(scene, False)
+
+
 async def test_one_watcher_too_many_is_refused(scene: Scene) -> None:
     tenant = scene.daemon.config.server.tenant
     for _ in range(WATCHER_COUNT_MAX):

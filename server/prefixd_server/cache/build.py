@@ -120,7 +120,7 @@ def build_cache(
     workload = Workload(state, watchers)
     verifier = Verifier(state)
     bad_copies = BadCopies(state, sessions, endings)
-    migration = Migration(state, config.migration)
+    migration = Migration(state, config.migration, watchers)
     copier = Copier(state, bad_copies, migration.governors)
     hbm = None
     if device is not None:

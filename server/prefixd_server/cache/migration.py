@@ -14,6 +14,7 @@ from prefixd_server.cache.conservative import ConservativeMode, Setting
 from prefixd_server.cache.governor import Governor, loop_time
 from prefixd_server.cache.pace import Pace
 from prefixd_server.cache.state import State
+from prefixd_server.cache.watching import ConservativeModeChanged, Watchers
 
 DRAM_NVME = frozenset({Tier.DRAM, Tier.NVME})
 HBM_DRAM = frozenset({Tier.HBM, Tier.DRAM})
@@ -22,8 +23,9 @@ HBM_DRAM = frozenset({Tier.HBM, Tier.DRAM})
 class Migration:
     """See the module. Owned by the event loop; times are the loop's."""
 
-    def __init__(self, state: State, config: MigrationConfig) -> None:
+    def __init__(self, state: State, config: MigrationConfig, watchers: Watchers) -> None:
         self._state = state
+        self._watchers = watchers
         self.config = config
         self.pace = Pace(config.decode_p99_target_s)
         self.governors = {
@@ -32,6 +34,7 @@ class Migration:
             if link <= state.catalog.slots.keys()
         }
         self.mode = ConservativeMode(Setting(config.conservative), 0.0)
+        self._told_on = self.mode.mode.on
         self.background_may_begin = True
         """As observed last."""
         self.counts = {reason: TransferCount() for reason in Reason}
@@ -45,14 +48,14 @@ class Migration:
         }
         pressures["DRAM that may not be given up"] = self._dram_held_share()
         mode = self.mode.observe(pressures, now)
-        self._keep_for_demand(mode.on)
+        self._changed()
         self.background_may_begin = not mode.on and self.pace.factor(now) > 0
         return self.background_may_begin
 
     def set_conservative(self, setting: Setting) -> None:
         """The operator's word."""
         self.mode.set(setting, loop_time())
-        self._keep_for_demand(self.mode.mode.on)
+        self._changed()
 
     def decoded(self, latency_s: float) -> None:
         """An engine reports the decode latency of a reply, seconds per token."""
@@ -87,10 +90,15 @@ class Migration:
             decode_p99_s=self.pace.decode_p99_s(now),
         )
 
-    def _keep_for_demand(self, demand_only: bool) -> None:
-        """What waits for its turn is given up, and with it the slots that it holds: demand needs the room."""
+    def _changed(self) -> None:
+        """In the mode, what waits is given up, and with it the slots that it holds: demand needs the room."""
+        mode = self.mode.mode
         for governor in self.governors.values():
-            governor.keep_for_demand(demand_only)
+            governor.keep_for_demand(mode.on)
+        if mode.on is not self._told_on:
+            self._told_on = mode.on
+            at = self._state.clock.wall()
+            self._watchers.tell_all(ConservativeModeChanged(at, mode.on, mode.reason))
 
     def _dram_held_share(self) -> float:
         """Part of DRAM's slots that are being written, leased or quarantined, 0 to 1."""

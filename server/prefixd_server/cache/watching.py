@@ -1,4 +1,4 @@
-"""Telling watchers of requests as they begin and end: bounded, and never waited for.
+"""Telling watchers of requests and conservative mode as they begin and end: bounded, never waited for.
 
 A watcher that is too slow loses events and is told how many. Events carry the
 hashes that an engine sent, and no tokens.
@@ -47,6 +47,15 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ConservativeModeChanged:
+    """Conservative mode of the node began or ended, and why; at is seconds since the epoch."""
+
+    at: float
+    on: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EventsLost:
     """So many events before the next one are missing."""
 
@@ -54,7 +63,8 @@ class EventsLost:
     count: int
 
 
-Event: TypeAlias = RequestBegan | RequestEnded | EventsLost
+Told: TypeAlias = RequestBegan | RequestEnded | ConservativeModeChanged
+Event: TypeAlias = Told | EventsLost
 
 
 class Watch:
@@ -66,7 +76,7 @@ class Watch:
         self._lost = 0
         self._filled = asyncio.Event()
 
-    def tell(self, event: RequestBegan | RequestEnded) -> None:
+    def tell(self, event: Told) -> None:
         """Queues an event, or counts it as lost when too much waits."""
         size = _hash_count(event)
         if len(self._events) >= EVENT_COUNT_MAX or self._hash_count + size > HASH_COUNT_MAX:
@@ -114,10 +124,15 @@ class Watchers:
         if watch in watches:
             watches.remove(watch)
 
-    def tell(self, tenant: str, event: RequestBegan | RequestEnded) -> None:
+    def tell(self, tenant: str, event: Told) -> None:
         """Tells everybody who watches the tenant."""
         for watch in self._watches.get(tenant, ()):
             watch.tell(event)
+
+    def tell_all(self, event: Told) -> None:
+        """Tells everybody of what concerns the whole node."""
+        for tenant in self._watches:
+            self.tell(tenant, event)
 
     def watched(self, tenant: str) -> bool:
         """Whether anybody watches: otherwise an event need not be made."""

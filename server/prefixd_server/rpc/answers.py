@@ -27,7 +27,7 @@ from prefixd_server.base.types import (
     ShardExtents,
     TierReadiness,
 )
-from prefixd_server.cache.watching import Event, EventsLost, RequestEnded
+from prefixd_server.cache.watching import ConservativeModeChanged, Event, EventsLost, RequestEnded
 from prefixd_server.rpc.namespace_spec import spec_to_wire, wire_enum
 
 
@@ -345,6 +345,9 @@ def event(value: Event) -> admin.WatchEventsResponse:
             stop_reason=wire_enum(value.stop),
         )
         return admin.WatchEventsResponse(at=at, request_ended=ended)
+    if isinstance(value, ConservativeModeChanged):
+        changed = admin.ConservativeModeChanged(on=value.on, reason=value.reason)
+        return admin.WatchEventsResponse(at=at, conservative_mode_changed=changed)
     spec = value.spec
     began = admin.RequestBegan(
         namespace=namespace_ref(value.namespace),
