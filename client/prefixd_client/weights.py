@@ -22,6 +22,34 @@ READ_BYTES = 4 << 20
 SETTLED_S = 2.0
 """A file older than this can be told from its next version by time."""
 REMEMBERED_FILE_COUNT_MAX = 10_000
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def weight_files_in(directory: Path) -> list[Path]:
+    """The weight files of a directory, by name within each pattern."""
+    return sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern))
+
+
+def weight_files_of(model: str, revision: str | None, hub_cache: str | None) -> list[Path]:
+    """The weight files of a model: a file, those of a directory, or those in the Hugging Face cache.
+
+    Args:
+        model: path or hub id.
+        revision, hub_cache: as the engine's settings name them; for a hub id.
+
+    Raises:
+        OSError: a hub id that is not in the cache.
+    """
+    path = Path(model)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return weight_files_in(path)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with the engine, not with the client
+
+    return weight_files_in(
+        Path(snapshot_download(model, revision=revision, cache_dir=hub_cache, local_files_only=True))
+    )
 
 
 def weights_fingerprint(paths: Iterable[str | Path]) -> str:

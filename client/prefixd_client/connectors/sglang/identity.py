@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefixd_client.namespace import KvGroup, NamespaceSpec, isa_class, weights_fingerprint
+from prefixd_client.namespace import KvGroup, NamespaceSpec, isa_class
+from prefixd_client.weights import WEIGHT_PATTERNS, weight_files_in, weight_files_of, weights_fingerprint
 
 from .chains import KEY_BYTES
 from .engine import EngineFacts
@@ -20,7 +21,6 @@ from .settings import Settings
 from .versions import layout_version
 
 ENGINE_NAME = "sglang"
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SET_REVISION = 'add "weights_revision", a name of these weights, to --hicache-storage-backend-extra-config'
 
 
@@ -93,7 +93,7 @@ def adapters_fingerprint(paths: Sequence[str]) -> str:
         return ""
     files = []
     for path in paths:
-        found = [*_files_in(Path(path)), *sorted(Path(path).glob("*.json"))]
+        found = [*weight_files_in(Path(path)), *sorted(Path(path).glob("*.json"))]
         if not found:
             raise UnsupportedEngine(
                 f"adapter {path}: no files to tell its content by", "give --lora-paths a local directory"
@@ -104,28 +104,12 @@ def adapters_fingerprint(paths: Sequence[str]) -> str:
 
 def _weight_files(facts: EngineFacts) -> list[Path]:
     """The files that hold the model's weights, in a directory or in the Hugging Face cache."""
-    path = Path(facts.model_path)
-    if path.is_file():
-        return [path]
-    found = _files_in(path if path.is_dir() else _snapshot(facts))
+    found = weight_files_of(facts.model_path, facts.revision, facts.download_dir)
     if not found:
-        raise UnsupportedEngine(f"{path}: no weight files ({', '.join(WEIGHT_PATTERNS)})", SET_REVISION)
-    return found
-
-
-def _files_in(directory: Path) -> list[Path]:
-    return sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern))
-
-
-def _snapshot(facts: EngineFacts) -> Path:
-    """The local directory of a model named by its hub id."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with the engine, not with the client
-
-    return Path(
-        snapshot_download(
-            facts.model_path, revision=facts.revision, cache_dir=facts.download_dir, local_files_only=True
+        raise UnsupportedEngine(
+            f"{facts.model_path}: no weight files ({', '.join(WEIGHT_PATTERNS)})", SET_REVISION
         )
-    )
+    return found
 
 
 def _content(path: str | None) -> str:

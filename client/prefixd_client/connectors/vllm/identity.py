@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefixd_client.namespace import KvGroup, NamespaceSpec, weights_fingerprint
+from prefixd_client.namespace import KvGroup, NamespaceSpec
+from prefixd_client.weights import WEIGHT_PATTERNS, weight_files_in, weight_files_of, weights_fingerprint
 
 from .kv_memory import LayerLayout
 from .refusals import UnsupportedEngine, hash_bytes
@@ -24,7 +25,6 @@ from .shards import ShardPlan
 from .versions import layout_version
 
 ENGINE_NAME = "vllm"
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Entries of a model configuration that no byte depends on, or that are added resolved."""
 
@@ -137,35 +137,15 @@ def engine_weights(vllm_config: Any, settings: Settings) -> str:
 
 def weight_files(vllm_config: Any) -> list[Path]:
     """The files that hold the model's weights, in a directory or in the Hugging Face cache."""
-    name = Path(str(vllm_config.model_config.model))
-    if name.is_file():
-        return [name]
-    found = _files_in(name if name.is_dir() else _snapshot(vllm_config))
+    model = vllm_config.model_config
+    name = str(model.model)
+    found = weight_files_of(name, model.revision, vllm_config.load_config.download_dir)
     if not found:
         raise UnsupportedEngine(
             f"{name}: no weight files ({', '.join(WEIGHT_PATTERNS)})",
             "set kv_connector_extra_config.weights_revision to the revision that this engine runs",
         )
     return found
-
-
-def _files_in(directory: Path) -> list[Path]:
-    return sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern))
-
-
-def _snapshot(vllm_config: Any) -> Path:
-    """The local directory of a model named by its hub id."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with the engine, not with the client
-
-    model = vllm_config.model_config
-    return Path(
-        snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=vllm_config.load_config.download_dir,
-            local_files_only=True,
-        )
-    )
 
 
 def adapter_fingerprint(path: str) -> str:
@@ -176,7 +156,7 @@ def adapter_fingerprint(path: str) -> str:
 def adapter_files(path: str) -> list[Path]:
     """Everything in an adapter's directory that shapes its effect: weights and configuration."""
     directory = Path(path)
-    return sorted([*_files_in(directory), *directory.glob("*.json")])
+    return sorted([*weight_files_in(directory), *directory.glob("*.json")])
 
 
 def files_signature(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
