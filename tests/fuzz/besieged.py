@@ -96,6 +96,10 @@ class Besieged:
         except grpc.aio.AioRpcError as error:
             refusal = refusal_of(error)
             return None if kind.client_streaming and refusal.message == WROTE_TOO_LATE else refusal
+        except asyncio.CancelledError:
+            # Of a call that ends while it still writes gRPC's client may also say that it was cancelled.
+            if not (kind.client_streaming and call.cancelled()):
+                raise
         return None
 
     async def _let_go(self) -> None:

@@ -182,6 +182,18 @@ async def test_every_kind_of_call_is_closed_to_strangers_and_open_to_the_tenant(
     ]
 
 
+async def test_a_stranger_is_refused_before_a_byte_of_the_request_is_read(tokens: Town) -> None:
+    async with tokens.channel() as channel:
+        lookup: Any = channel.stream_unary("/prefixd.v1.CacheService/Lookup")
+        silent = lookup(timeout=20)
+        assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
+        known = lookup(timeout=20, metadata=bearer(ALICE))
+        await known.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await known
+        assert refusal_of(refused.value).reason == "MESSAGE_MALFORMED"
+
+
 async def test_a_stranger_is_counted_and_an_admin_call_of_one_is_in_the_audit_log(
     tokens: Town, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,8 @@
 """The way into an address that tenants share: who calls is asked first, then its guard has the call.
 
-A caller that nobody knows is refused before its request is looked at, and the
-refusal is counted, and logged where calls are, like every other.
+A caller that nobody knows is refused before a byte of its request is read, so
+that strangers cost no memory; the refusal is counted, and logged where calls
+are, like every other.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
 
-from prefixd_server.base.errors import PrefixdError, Unauthenticated
+from prefixd_server.base.errors import InvalidRequest, Unauthenticated
 from prefixd_server.base.metrics import Metrics
 from prefixd_server.rpc.audit import Audit
 from prefixd_server.rpc.callers import Callers
@@ -20,6 +20,9 @@ from prefixd_server.rpc.handlers import Call, Guard, Refusals, Requests, grpc_ha
 
 NOBODY = ""
 """Tenant of callers that are none, in metrics and logs."""
+_MISSING = InvalidRequest(
+    "MESSAGE_MALFORMED", "the call carries no message; generate the client from prefixd.v1"
+)
 
 
 def shared_handler(
@@ -63,22 +66,15 @@ class _Door:
         self._audit = audit
 
     def handler(self) -> Any:
-        """gRPC's form of the method."""
-        return grpc_handler(
-            self._method, self._unary, self._stream_unary, self._unary_stream, self._stream_stream
-        )
+        """gRPC's form of the method: one that reads nothing before it is asked to."""
+        return grpc_handler(self._method, self._serve, streams_in=True)
 
-    async def _unary(self, request: Message | PrefixdError, call: Call) -> Any:
-        return await (await self._guard(call)).unary(request, call)
-
-    async def _stream_unary(self, requests: Requests, call: Call) -> Any:
-        return await (await self._guard(call)).stream_unary(requests, call)
-
-    async def _unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
-        await (await self._guard(call)).unary_stream(request, call)
-
-    async def _stream_stream(self, requests: Requests, call: Call) -> None:
-        await (await self._guard(call)).stream_stream(requests, call)
+    async def _serve(self, requests: Requests, call: Call) -> Any:
+        guard = await self._guard(call)
+        if self._method.client_streaming:
+            return await guard.behaviour(requests, call)
+        request = await anext(aiter(requests), None)
+        return await guard.behaviour(_MISSING if request is None else request, call)
 
     async def _guard(self, call: Call) -> Guard:
         """The caller's guard; gRPC's own exception ends the call of a stranger."""

@@ -59,23 +59,19 @@ def grpc_service(service: ServiceDescriptor, handlers: dict[str, Any]) -> Any:
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def grpc_handler(
-    method: MethodDescriptor,
-    unary: Callable[..., Any],
-    stream_unary: Callable[..., Any],
-    unary_stream: Callable[..., Any],
-    stream_stream: Callable[..., Any],
-) -> Any:
-    """gRPC's form of a method; its stubs know only the threaded server's."""
-    makers = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
-        (True, False): (grpc.stream_unary_rpc_method_handler, stream_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, unary_stream),
-        (True, True): (grpc.stream_stream_rpc_method_handler, stream_stream),
+def grpc_handler(method: MethodDescriptor, behaviour: Callable[..., Any], *, streams_in: bool) -> Any:
+    """gRPC's form of a method; its stubs know only the threaded server's.
+
+    Args:
+        streams_in: whether the behaviour takes requests one by one, or one that was read before.
+    """
+    makers: dict[tuple[bool, bool], Any] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    make: Any
-    make, behaviour = makers[method.client_streaming, method.server_streaming]
-    return make(
+    return makers[streams_in, method.server_streaming](
         behaviour,
         request_deserializer=_parser(GetMessageClass(method.input_type)),
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
@@ -107,29 +103,34 @@ class Guard:
 
     def handler(self) -> Any:
         """gRPC's form of the method."""
-        return grpc_handler(
-            self._method, self.unary, self.stream_unary, self.unary_stream, self.stream_stream
-        )
+        return grpc_handler(self._method, self.behaviour, streams_in=self._method.client_streaming)
 
-    async def unary(self, request: Message | PrefixdError, call: Call) -> Any:
-        """One request, one answer."""
+    @property
+    def behaviour(self) -> Callable[..., Any]:
+        """What answers a call: given the request, or where the client streams all of them, and the call."""
+        behaviours: dict[tuple[bool, bool], Callable[..., Any]] = {
+            (False, False): self._unary,
+            (True, False): self._stream_unary,
+            (False, True): self._unary_stream,
+            (True, True): self._stream_stream,
+        }
+        return behaviours[self._method.client_streaming, self._method.server_streaming]
+
+    async def _unary(self, request: Message | PrefixdError, call: Call) -> Any:
         work = self._answer(request, call)
         if self._audit is not None:
             work = self._audit.noted(self._method.name, request, call, work)
         return await self._finish(work, call)
 
-    async def stream_unary(self, requests: Requests, call: Call) -> Any:
-        """Requests, one answer."""
+    async def _stream_unary(self, requests: Requests, call: Call) -> Any:
         return await self._finish(self._call(_parsed(requests)), call)
 
-    async def unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
-        """One request, answers."""
+    async def _unary_stream(self, request: Message | PrefixdError, call: Call) -> None:
         if self._audit is not None:
             self._audit.opened(self._method.name, request, call)
         await self._finish(self._send(lambda: self._call(_sound(request)), call), call)
 
-    async def stream_stream(self, requests: Requests, call: Call) -> None:
-        """Requests, answers."""
+    async def _stream_stream(self, requests: Requests, call: Call) -> None:
         if self._audit is not None:
             self._audit.opened(self._method.name, None, call)
         await self._finish(self._send(lambda: self._call(_parsed(requests)), call), call)
