@@ -25,7 +25,7 @@ from prefixd_server.policy.policy import DaemonPolicy, Victims
 CHOICE_BLOCK_COUNT_MAX = 256
 """Blocks chosen in one step, about a millisecond of the loop."""
 CHOICE_SHARE_MIN = 1 / 16
-CHOICE_BLOCK_COUNT_MIN = 128
+CHOICE_BLOCK_COUNT_MIN = 256
 """A line that is short by less than this part of it, and this many blocks, waits: a choice has its price."""
 SWEEP_COUNT_MAX = 4
 """Nodes in line that are looked at in one step, whether they were used since."""
