@@ -24,6 +24,7 @@ def node(tmp_path: Path) -> Iterator[ModelledNode]:
     made = ModelledNode(
         tmp_path, 16 * MIB, 64 * MIB, RATE, BLOCK_BYTES, MigrationConfig(prefetch_share_max=0.25)
     )
+    made.cache.set_policy("lru")  # what is stored first falls out first, whatever is learned
     yield made
     made.close()
 
