@@ -26,7 +26,10 @@ ROUGH_SHARE = 0.6
 """Of the time, the first part."""
 ILL_SHARE = 0.05
 """Of the time, how long the disk is full, and how long it is slow."""
-SLOW_S = 0.4
+SLOW_S = 1.2
+"""More than nvme.latency_max_s."""
+SUFFERED = ("NVMe tier full", "NVMe tier paused")
+"""What the log says when the disk was ill: without it the soak has shown nothing."""
 STEP_S = 1.5
 """Between two events."""
 DAEMON_TROUBLE_STEPS = 12
@@ -61,7 +64,12 @@ class Soak:
         self.problems += node.daemon.problems()
         if node.total["raised"] or node.total["wrong"] or not node.total["read"]:
             self.problems.append(f"engines saw {dict(node.total)}")
-        self.problems += node.errors + bad_lines(node.daemon.log)
+        log = node.daemon.log
+        self.problems += node.errors + bad_lines(log)
+        self.problems += [f"the log never said: {event}" for event in SUFFERED if event not in log]
+        states = {tier.state for tier in node.daemon.stats().tiers}
+        if states != {"ready"}:
+            self.problems.append(f"in the end the tiers are {states}")
         shown = samples[:: max(1, len(samples) // 12)]
         print(f"before: {before}\nafter:  {after}")
         print("memory:", *(f"{sample / 1e6:.1f}" for sample in shown), "MB")
