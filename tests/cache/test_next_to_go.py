@@ -115,6 +115,24 @@ def test_what_has_got_blocks_below_it_since_is_not_taken(node: Node, one: Engine
     assert node.cache.check() == []
 
 
+def test_by_age_what_is_left_of_a_node_is_chosen_before_what_is_newer(node: Node, one: Engine) -> None:
+    node.cache.set_policy("lru")
+    oldest = set(rows_of(node, one, chain("run", 0, *range(3))).tolist())
+    line = NextToGo(node.cache.state)
+    line.choose(POOL, 1)
+    line.choose(POOL, 6)  # beyond the rest of the oldest run, which is in line in part
+    claimed = {row for rows in line.unstored(POOL, ()) for row in rows.tolist()}
+    assert 0 < len(claimed & oldest) < len(oldest)
+    for rows in (claimed, ()):
+        assert list(line.unstored(POOL, rows)) == []
+    for taken in line.take(POOL, 6):
+        node.cache.state.apply(CopiesEvicted(Tier.DRAM, taken))
+    line.choose(POOL, 2)
+    chosen = {row for rows in line.unstored(POOL, ()) for row in rows.tolist()}
+    assert chosen
+    assert chosen <= oldest
+
+
 def test_another_policy_chooses_anew(node: Node, one: Engine) -> None:
     line = NextToGo(node.cache.state)
     line.choose(POOL, 8)

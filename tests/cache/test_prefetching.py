@@ -38,13 +38,18 @@ def cold(node: ModelledNode, *numbers: int) -> list[Hashes]:
     """Runs that NVMe alone has."""
     runs = [run_of(number, LENGTH) for number in numbers]
 
+    fallen = [((Tier.NVME, LENGTH),)] * len(runs)
+
     async def fall_out() -> None:
-        for number, run in enumerate([*runs, *(run_of(1000 + number, LENGTH) for number in range(10))]):
+        others = (run_of(1000 + number, LENGTH) for number in range(20))
+        for number, run in enumerate([*runs, *others]):
             assert node.store(run) == LENGTH, number
             await asyncio.sleep(0.1)
+            if [where(node, run) for run in runs] == fallen:
+                return
 
     node.run(fall_out())
-    assert [where(node, run) for run in runs] == [((Tier.NVME, LENGTH),)] * len(runs)
+    assert [where(node, run) for run in runs] == fallen
     return runs
 
 

@@ -31,6 +31,8 @@ SWEEP_COUNT_MAX = 4
 """Nodes in line that are looked at in one step, whether they were used since."""
 ASK_COUNT_MAX = 16
 """Nodes in line that are asked in one step whether they can go."""
+AFRESH_EVERY = 16
+"""Choices by age that go on where the last one ended, before one looks at what those left behind."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class NextToGo:
         self._block_counts: dict[int, int] = {}
         self._reached: dict[int, tuple[int, float]] = {}
         """How far a policy that goes by age has come in each pool: the node, and when that was used."""
+        self._until_afresh: dict[int, int] = {}
+        """Choices until the next that begins at the old end: at once when only a part of a node has gone."""
         self._chooser: DaemonPolicy | None = None
         state.metered.append(self)
 
@@ -97,13 +101,18 @@ class NextToGo:
             return 0 if self._in_line[node] else evictable(node, limit)
 
         tree = self._state.catalog.tree
+        afresh = self._until_afresh.get(pool, 0) == 0
         reached, used_at = self._reached.get(pool, (NO_NODE, 0.0))
-        if reached != NO_NODE and self._last_use(reached) != used_at:
+        if afresh or (reached != NO_NODE and self._last_use(reached) != used_at):
             reached = NO_NODE
         view = tree.view(Tier.DRAM, pool, others, without=self._in_line, after=reached)
         victims = self._state.policy.victims(view, block_count, self._state.clock.now(), self._state.rng)
+        if afresh:
+            self._until_afresh[pool] = AFRESH_EVERY
+            return victims
         at = view.reached
         self._reached[pool] = (at, 0.0 if at == NO_NODE else self._last_use(at))
+        self._until_afresh[pool] -= 1
         return victims
 
     @property
@@ -147,7 +156,8 @@ class NextToGo:
         if line is None:
             return
         evictable = self._state.catalog.evictable(Tier.DRAM)
-        kids = self._state.catalog.tree.tiers[Tier.DRAM].kids_view
+        presence = self._state.catalog.tree.tiers[Tier.DRAM]
+        kids, copies = presence.kids_view, presence.copies_view
         passed: list[Entry] = []
         while line and block_count > 0:
             entry = line.popleft()
@@ -168,6 +178,8 @@ class NextToGo:
                 passed.append(entry)
             else:
                 self._leave(pool, entry)
+                if 0 < going < copies[entry.node]:
+                    self._until_afresh[pool] = 0
             if going:
                 yield self._rows(entry.node, going)
         line.extendleft(reversed(passed))
