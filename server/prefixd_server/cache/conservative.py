@@ -15,9 +15,9 @@ from enum import Enum
 
 import structlog
 
-HIGH = 0.8
+HIGH = 0.9
 """Pressure that begins the mode once it has lasted for ENTER_AFTER_S."""
-LOW = 0.6
+LOW = 0.7
 """Pressure below which all must stay for LEAVE_AFTER_S to end it."""
 ENTER_AFTER_S = 0.5
 LEAVE_AFTER_S = 2.0
