@@ -28,6 +28,8 @@ TARGETS = (
     *("slices", "sockets", "sysinit", "timers", "umount"),
 )
 START_TIMEOUT_S = 60.0
+SEEN_ROOT = "/opt/repository"
+"""Where the service sees this repository: it may lie in a home or in /tmp, which the unit may not see."""
 PROBE = """\
 mount --make-rprivate /
 mkdir "$1/upper" "$1/work"
@@ -66,7 +68,8 @@ class SystemdMachine:
             shutil.copy(UNITS / name, scratch)
         (scratch / "prefixd.toml").write_text(settings)
         paths = [*site.getsitepackages(), *(str(ROOT / name) for name in ("server", "client", "proto"))]
-        (scratch / "prefixd").write_text(COMMAND.format(paths=":".join(paths)))
+        seen = [path.replace(str(ROOT), SEEN_ROOT, 1) for path in paths]
+        (scratch / "prefixd").write_text(COMMAND.format(paths=":".join(seen)))
         (scratch / "prefixd").chmod(0o755)
         self.pid = 0
 
@@ -79,7 +82,8 @@ class SystemdMachine:
             self._unshare = subprocess.Popen(
                 [
                     *("bash", "-c", enter, "bash", "--mount", "--pid", "--fork", "--ipc", "--uts", "--net"),
-                    *("--cgroup", "--kill-child", str(script), str(self._scratch), sys.base_prefix),
+                    *("--cgroup", "--kill-child", str(script), str(self._scratch)),
+                    *(sys.base_prefix, str(ROOT), SEEN_ROOT),
                 ],
                 stdout=log,
                 stderr=log,
