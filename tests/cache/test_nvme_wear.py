@@ -30,8 +30,9 @@ from tests.support.specs import spec
 
 LOG = ROOT / "tests/data/traces/mooncake_conversation_512.jsonl.zst"
 BLOCK_BYTES = 16_384
-DRAM_BYTES = 4 * MIB
+DRAM_BYTES = 8 * MIB
 DAY_S = 86_400.0
+FILLED_MIN = 0.95
 MEMORY = Path("/dev/shm")
 
 
@@ -83,7 +84,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def config(write_budget_bytes: int = 0) -> NvmeConfig:
     """A small tier; the clock of these tests jumps, which is no slowness of the disk's."""
     return NvmeConfig(
-        size_bytes=48 * MIB,
+        size_bytes=96 * MIB,
         segment_bytes=2 * MIB,
         write_budget_bytes=write_budget_bytes,
         latency_max_s=600,
@@ -134,12 +135,13 @@ def test_a_full_tier_writes_each_block_that_it_takes_once_and_hits_like_one_that
     engine = engine_of(node)
     table = node.cache.state.catalog.slots[Tier.NVME]
     capacity = table.segment_count * (nvme.segment_bytes // BLOCK_BYTES)
-    # Memory is rewritten without limit: with as much of it, what is worth keeping always stays.
-    rewriting = start_node(DRAM_BYTES + capacity * BLOCK_BYTES, 2 * MIB, tenants=("red",))
+    # Memory is rewritten without limit: with as much of it as is filled here, what is worth it always stays.
+    filled_mib = int(FILLED_MIN * capacity) * BLOCK_BYTES // MIB
+    rewriting = start_node(DRAM_BYTES + filled_mib // 2 * 2 * MIB, 2 * MIB, tenants=("red",))
     other = engine_of(rewriting)
     hits = hits_rewriting = 0
     turned_over = 0
-    for pause, hashes in requests(read_trace(LOG), 3000):
+    for pause, hashes in requests(read_trace(LOG), 8000):
         for one in (node, rewriting):
             one.clock.advance(pause)
         hits += serve(engine, hashes)
@@ -152,7 +154,7 @@ def test_a_full_tier_writes_each_block_that_it_takes_once_and_hits_like_one_that
     # Records put and deleted, and the namespace's; those put and not deleted are there.
     admitted = (tier.index.counters.records - 1 + table.counts().resident) // 2
     assert turned_over == 4, "filled once, and turned over three times"
-    assert table.counts().resident >= 0.95 * capacity
+    assert table.counts().resident >= FILLED_MIN * capacity
     assert files.written_bytes <= 1.2 * admitted * BLOCK_BYTES
     assert hits >= 0.9 * hits_rewriting > 0
     assert node.cache.check() == []
