@@ -94,9 +94,9 @@ class Bench:
     def slots(self, lease: ReadLease | WriteLease, extents: Sequence[Extent]) -> list[int]:
         """Addresses of a lease's slots."""
         count = len(self.blocks)
-        spans = lease._spans(extents, 0, count, self.block_bytes)
+        spans = lease._spans(extents, 0, count, self.block_bytes, lease._way((), 0))
         return [
-            span.address + index * span.stride_bytes for span in spans for index in range(span.block_count)
+            span.address + index * span.stride_bytes for span, _ in spans for index in range(span.block_count)
         ]
 
     def evict(self, hashes: list[bytes]) -> None:

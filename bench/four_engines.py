@@ -3,7 +3,7 @@
     python -m bench.four_engines [--engines N] [--blocks N] [--rounds N] [--json OUT]
 
 Every process has its own engine memory and its own run of 256 blocks of 1 MiB.
-In each round all of them get at once (acquire, load, release, three times over) and
+In each round all of them get at once (acquire, load, release, four times over) and
 put at once (reserve, store, commit). The limit, in the same processes and the same
 round: ctypes.memmove between the same blocks and the very same slots, and XXH3_64
 over the same engine memory, block by block, as many times. A phase lasts from the
@@ -36,7 +36,7 @@ from bench.client_put_get import OPTIONS, Bench, spec_of
 
 LIMIT = 0.90
 BLOCK_BYTES = 1 << 20
-GETS = 3
+GETS = 4
 """Times that each process gets its run in one phase."""
 START_TIMEOUT_S = 120.0
 PHASES = ("limit_get", "get", "limit_put", "put")

@@ -158,8 +158,10 @@ class SegmentMap:
     def prefetch(self, segment_ids: Iterable[int]) -> None:
         """Maps and prefaults segments on the background thread; failures are met again on use."""
         with self._state:
-            self._work.extend(number for number in segment_ids if number not in self._mapped)
-            self._ring()
+            missing = [number for number in segment_ids if number not in self._mapped]
+            if missing:
+                self._work.extend(missing)
+                self._ring()
 
     def retire(self, segment_ids: Iterable[int]) -> None:
         """Lets go of mappings; the memory is unmapped when the last user has."""
