@@ -30,8 +30,8 @@ class ClientOptions:
     """Pauses double up to this."""
     answer_patience_s: float = 10.0
     """A session whose heartbeat is unanswered for so long is given up and opened anew."""
-    release_batch_pause_s: float = 0.002
-    """Releases that come within this time travel together."""
+    release_batch_pause_s: float = 0.02
+    """Releases that come within this time travel together; a read slot that waits so long blocks nobody."""
     release_queue_limit: int = 65_536
     """Releases waiting to be sent; the oldest are dropped beyond it, and their leases expire."""
     usage_queue_limit: int = 4_096
