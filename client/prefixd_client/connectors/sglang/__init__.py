@@ -9,7 +9,7 @@
 docs/howto-sglang.md tells the rest. Needs an environment that has SGLang; see versions.py for which.
 """
 
+from ..engine_settings import UnsupportedEngine
 from .backend import PrefixdHiCache
-from .refusals import UnsupportedEngine
 
 __all__ = ["PrefixdHiCache", "UnsupportedEngine"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefixd_client.layout import Pieces
 
-from .refusals import UnsupportedEngine
+from ..engine_settings import UnsupportedEngine
 
 POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 """Host pools that keep every token's KV and nothing else. Others pack scales, windows or states with it."""

@@ -13,10 +13,10 @@ from typing import Any
 from prefixd_client.namespace import KvGroup, NamespaceSpec, isa_class
 from prefixd_client.weights import WEIGHT_PATTERNS, weight_files_in, weight_files_of, weights_fingerprint
 
+from ..engine_settings import UnsupportedEngine
 from .chains import KEY_BYTES
 from .engine import EngineFacts
 from .host_pool import HostPool
-from .refusals import UnsupportedEngine
 from .settings import Settings
 from .versions import layout_version
 

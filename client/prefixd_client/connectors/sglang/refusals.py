@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-class UnsupportedEngine(ValueError):
-    """The engine's configuration cannot be served; the message says what to change."""
-
-    def __init__(self, finding: str, remedy: str) -> None:
-        super().__init__(f"prefixd: {finding}. Remedy: {remedy}")
-        self.finding = finding
-        self.remedy = remedy
+from ..engine_settings import UnsupportedEngine
 
 
 def refuse_unsupported_storage(storage_config: Any) -> None:

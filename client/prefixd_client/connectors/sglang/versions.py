@@ -7,7 +7,7 @@ in the middle of a request.
 
 from __future__ import annotations
 
-from .refusals import UnsupportedEngine
+from ..engine_settings import UnsupportedEngine
 
 RUN_AGAINST = ("0.5.23",)
 """Releases that the tests run."""

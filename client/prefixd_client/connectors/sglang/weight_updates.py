@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .refusals import UnsupportedEngine
+from ..engine_settings import UnsupportedEngine
 
 STEPS = ("record_weight_version_after_update", "flush_cache_after_weight_update")
 """Of SGLang's SchedulerWeightUpdaterManager: a success ends with the first, any change with the second."""

@@ -8,7 +8,7 @@
 docs/howto-vllm.md tells the rest. Needs an environment that has vLLM; see versions.py for which.
 """
 
+from ..engine_settings import UnsupportedEngine
 from .connector import PrefixdConnector
-from .refusals import UnsupportedEngine
 
 __all__ = ["PrefixdConnector", "UnsupportedEngine"]

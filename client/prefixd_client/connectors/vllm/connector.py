@@ -24,12 +24,13 @@ from vllm.version import __version__ as vllm_version
 from prefixd_client.client import Client
 from prefixd_client.values import Tier
 
+from ..engine_settings import UnsupportedEngine
 from .daemon_cache import DaemonCache
 from .engine import attention_isa, attention_layers, group_layer_names, kv_cache_layout, worker_ranks
 from .identity import ENGINE_NAME, agreed_facts, engine_weights, namespace_spec
 from .metadata import StepJobs, StepOutcomes, WorkerHello
 from .namespaces import Namespaces
-from .refusals import UnsupportedEngine, refuse_unsupported_engine
+from .refusals import refuse_unsupported_engine
 from .scheduler import SchedulerSide
 from .settings import Settings
 from .shards import ShardPlan

@@ -18,8 +18,9 @@ from typing import Any
 from prefixd_client.namespace import KvGroup, NamespaceSpec
 from prefixd_client.weights import WEIGHT_PATTERNS, weight_files_in, weight_files_of, weights_fingerprint
 
+from ..engine_settings import UnsupportedEngine
 from .kv_memory import LayerLayout
-from .refusals import UnsupportedEngine, hash_bytes
+from .refusals import hash_bytes
 from .settings import Settings
 from .shards import ShardPlan
 from .versions import layout_version

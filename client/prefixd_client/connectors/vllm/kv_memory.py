@@ -17,7 +17,7 @@ import numpy as np
 
 from prefixd_client.layout import Pieces
 
-from .refusals import UnsupportedEngine
+from ..engine_settings import UnsupportedEngine
 
 
 @dataclass(frozen=True, slots=True)

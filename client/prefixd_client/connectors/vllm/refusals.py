@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..engine_settings import UnsupportedEngine
+
 FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 """Names of vLLM's cache specs that keep every token's KV; MLA keeps one latent vector per token."""
 
@@ -17,15 +19,6 @@ REPRODUCIBLE_HASHES = {"sha256": 32, "sha256_cbor": 32}
 
 SEEDED_HASHES = {"xxhash": 16, "xxhash_cbor": 16}
 """Algorithms that are random per process unless PYTHONHASHSEED is set."""
-
-
-class UnsupportedEngine(ValueError):
-    """The engine's configuration cannot be served; the message says what to change."""
-
-    def __init__(self, finding: str, remedy: str) -> None:
-        super().__init__(f"prefixd: {finding}. Remedy: {remedy}")
-        self.finding = finding
-        self.remedy = remedy
 
 
 def refuse_unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .refusals import UnsupportedEngine
+from ..engine_settings import UnsupportedEngine
 
 FIRST = (0, 31)
 LAST = (0, 32)
