@@ -17,7 +17,7 @@ from prefixd_client import Client, ClientOptions, Committed
 from prefixd_client.device_memory import DeviceMemory
 
 from tests.support.daemon import DaemonProcess
-from tests.support.engine_commands import EngineCommands, run_hashes
+from tests.support.engine_commands import EngineCommands, answer_commands, run_hashes
 from tests.support.engine_process import PATIENT, EngineProcess
 from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.repository import ROOT
@@ -101,15 +101,7 @@ def main() -> None:
     """See the module."""
     socket, options = sys.argv[1:]
     with Client(socket, None, "test", ClientOptions(**json.loads(options))) as client:
-        commands = DeviceCommands(client)
-        print(json.dumps({"answer": client.instance_id}), flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer = {"answer": getattr(commands, command.pop("do"))(**command)}
-            except Exception as error:  # the outermost seam: the test process shows what it was
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), flush=True)
+        answer_commands(client, DeviceCommands(client))
 
 
 if __name__ == "__main__":

@@ -309,19 +309,23 @@ class EngineCommands:
         return ""
 
 
+def answer_commands(client: Client, commands: object) -> None:
+    """Carries out commands from standard input; an exception is an answer too."""
+    print(json.dumps({"answer": client.instance_id}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"answer": getattr(commands, command.pop("do"))(**command)}
+        except Exception as error:  # the outermost seam: the test process shows what it was
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
 def main() -> None:
-    """See the module. A command that raises answers with the error; the process goes on."""
+    """See the module."""
     socket, instance_id, options = sys.argv[1:]
     with Client(socket, instance_id or None, "test", ClientOptions(**json.loads(options))) as client:
-        commands = EngineCommands(client)
-        print(json.dumps({"answer": client.instance_id}), flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer = {"answer": getattr(commands, command.pop("do"))(**command)}
-            except Exception as error:  # the outermost seam: the test process shows what it was
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), flush=True)
+        answer_commands(client, EngineCommands(client))
 
 
 if __name__ == "__main__":
