@@ -156,8 +156,7 @@ class NextToGo:
         if line is None:
             return
         evictable = self._state.catalog.evictable(Tier.DRAM)
-        presence = self._state.catalog.tree.tiers[Tier.DRAM]
-        kids, copies = presence.kids_view, presence.copies_view
+        kids = self._state.catalog.tree.tiers[Tier.DRAM].kids_view
         passed: list[Entry] = []
         while line and block_count > 0:
             entry = line.popleft()
@@ -178,7 +177,7 @@ class NextToGo:
                 passed.append(entry)
             else:
                 self._leave(pool, entry)
-                if 0 < going < copies[entry.node]:
+                if 0 < going < self._copies(entry.node):
                     self._until_afresh[pool] = 0
             if going:
                 yield self._rows(entry.node, going)
