@@ -95,17 +95,10 @@ IN_RECOVERY = {
 """Where it dies, or its index does, while it recovers; the last two at the delete of what is no use."""
 
 
-def fill(daemon: NvmeDaemon, load: Load) -> None:
-    """Puts enough that NVMe has blocks of both namespaces; only then are any dropped."""
+def fill_until_stored(daemon: NvmeDaemon, load: Load) -> None:
+    """Puts until NVMe has blocks of both namespaces, however slow the disk is; only then are any dropped."""
     load.drop_share = 0.0
     load.run(daemon, 60)
-    load.drop_share = 0.05
-
-
-def fill_until_stored(daemon: NvmeDaemon, load: Load) -> None:
-    """fill(), and on until NVMe has taken as much as it must, however slow the disk is."""
-    fill(daemon, load)
-    load.drop_share = 0.0
     while daemon.nvme.resident_slot_count < STORED_COUNT:
         load.run(daemon, 10)
     load.drop_share = 0.05
@@ -124,10 +117,13 @@ def reopened(directory: Path, load: Load) -> None:
 @pytest.mark.parametrize("name", IN_THE_DAEMON)
 def test_a_daemon_that_dies_at_this_step_has_lied_about_nothing(directory: Path, name: str) -> None:
     load = Load(random.Random(name))
+    with NvmeDaemon(directory) as daemon:
+        daemon.wait_until_recovered()
+        load.begin(daemon)
+        fill_until_stored(daemon, load)
     with NvmeDaemon(directory, f"{name}={IN_THE_DAEMON[name]}") as daemon:
         daemon.wait_until_recovered()
         load.begin(daemon)
-        fill(daemon, load)
         if not name.startswith("drop."):
             # What room is made for departs, too, and leaves something to be found.
             load.drop_share = 0.0
