@@ -49,6 +49,7 @@ class Keeper:
     def stop(self) -> None:
         """Ends the thread, the session with it; what the outbox holds is sent if the daemon answers."""
         self._stopping.set()
+        self._control.outbox.urgent.set()
         self._control.wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -173,7 +174,7 @@ class Keeper:
             if control.breaker.is_open and not session.is_draining:
                 return
             if not self._stopping.is_set():
-                self._stopping.wait(self._options.release_batch_pause_s)
+                control.outbox.urgent.wait(self._options.release_batch_pause_s)
             if not self._send_endings(session) or not self._send_usage(session):
                 return
 

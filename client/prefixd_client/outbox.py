@@ -39,6 +39,8 @@ class Outbox:
         self._abandoned: deque[tuple[bytes, wire.LeaseRelease | Abort]] = deque()
         """Of leases that were collected: filled without a lock, since a collection may run inside any."""
         self.dropped_count = 0
+        self.urgent = threading.Event()
+        """Set when what waits should not wait for company: a bad block, which others may ask for."""
 
     def __len__(self) -> int:
         return len(self._endings) + len(self._usage) + len(self._abandoned)
@@ -54,6 +56,8 @@ class Outbox:
                 self._endings.popleft()
                 self.dropped_count += 1
             self._endings.append((boot_id, ending))
+            if isinstance(ending, wire.LeaseRelease) and ending.bad_blocks:
+                self.urgent.set()
 
     def report_usage(self, spec: NamespaceSpec, report: wire.UsageReport) -> None:
         """Queues a usage report; its namespace ref is filled in when it is sent."""
@@ -67,6 +71,7 @@ class Outbox:
         releases: list[wire.LeaseRelease] = []
         aborts: list[Abort] = []
         with self._lock:
+            self.urgent.clear()
             while self._abandoned:
                 self._endings.append(self._abandoned.popleft())
             while self._endings and len(releases) + len(aborts) < limit:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
-from prefixd_client import InvalidArgument, ReserveOutcome
+from prefixd_client import Client, InvalidArgument, ReserveOutcome
 from prefixd_client.copy import checksum_of
 
-from tests.support.clients import data_of, empty, run_of, spec, stored, until
+from tests.support.clients import PATIENT, data_of, empty, run_of, spec, stored, until
 from tests.support.fake_daemon import SLOT_BYTES
 
 RUN = run_of(4)
@@ -86,6 +87,18 @@ def test_the_bad_block_is_named_by_its_place_in_the_run(daemon, namespace) -> No
     with namespace.acquire(RUN, skip_blocks=1) as lease:
         assert lease.load(empty(2), start=1) == 1
     assert daemon.wait_asked("Release").releases[0].bad_blocks[0].block_index == 3
+
+
+def test_a_bad_block_is_told_without_waiting_for_company(daemon) -> None:
+    with Client(daemon.path, options=replace(PATIENT, release_batch_pause_s=3600.0)) as client:
+        namespace = client.namespace(spec())
+        stored(namespace, RUN)
+        scribble(daemon, RUN[0])
+        namespace.acquire(RUN).release()
+        with namespace.acquire(RUN) as lease:
+            assert lease.load(empty(4)) == 0
+        releases = daemon.wait_asked("Release").releases
+        assert [len(release.bad_blocks) for release in releases] == [0, 1]
 
 
 def test_nothing_is_copied_after_80_percent_of_a_leases_life(daemon, client, namespace) -> None:
