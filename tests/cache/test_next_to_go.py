@@ -8,7 +8,7 @@ from prefixd_server.base.types import NO_SLOT, Rows, Tier
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.worth import AT_ANY_PRICE, by_worth
 from prefixd_server.catalog.catalog import Catalog
-from prefixd_server.catalog.events import CopiesEvicted
+from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted
 from prefixd_server.policy.signals import gap_code, history_byte
 
 from tests.cache.conftest import MakeEngine
@@ -83,6 +83,21 @@ def test_only_what_nvme_has_is_taken_and_deepest_first(node: Node, one: Engine) 
         catalog.columns.depth[taken].tolist(), reverse=True
     )
     forget(catalog, taken)
+
+
+def test_room_beyond_what_is_needed_costs_no_block(node: Node, one: Engine) -> None:
+    catalog, room = node.cache.state.catalog, node.cache.room
+    room.next_to_go = line = NextToGo(node.cache.state)
+    line.choose(POOL, 12)
+    stored = next(iter(line.unstored(POOL, ())))
+    store(catalog, stored)
+    known = catalog.columns.count
+    assert room.evict(Tier.DRAM, POOL, len(stored), slack=5) == len(stored)
+    assert catalog.columns.count == known
+    assert room.evict(Tier.DRAM, POOL, 4, slack=5) == 4
+    assert catalog.columns.count == known - 4
+    forget(catalog, stored)
+    node.cache.state.apply(BlocksRemoved(stored))
 
 
 def test_what_was_tried_and_refused_may_go_without_a_copy(node: Node, one: Engine) -> None:

@@ -190,6 +190,20 @@ def test_eviction_from_hbm_leaves_the_copies_in_dram(node: Node) -> None:
     assert node.cache.check() == []
 
 
+def test_no_block_is_forgotten_for_one_that_is_promoted(node: Node) -> None:
+    engine = device_engine(node)
+    shared = engine.put("shared", *range(23))
+    alone = [chain(number, *range(7)) for number in range(2 * SLOTS_PER_SEGMENT // 8)]
+    for run in alone:
+        node.clock.advance(10.0)
+        engine.put_there(run)
+    assert node.cache.state.catalog.slots[Tier.HBM].counts().free == 0
+    for _ in range(3):
+        share(engine, shared)
+        assert [engine.hits(run) for run in alone] == [8] * len(alone)
+    assert tiers_of(engine.acquire(shared)) == [(Tier.HBM, 24)], "what went down has made room"
+
+
 def test_what_hbm_alone_holds_goes_down_before_it_must_leave(node: Node) -> None:
     engine = device_engine(node)
     runs = [chain(number, *range(SLOTS_PER_SEGMENT - 1)) for number in range(3)]

@@ -118,7 +118,7 @@ class HbmPlacement:
             self.transfers.promote(rows, Errand(Urgency.PREFETCH, Reason.HOT))
 
     def _is_worth(self, space: int, rows: Rows) -> bool:
-        """Whether there is room, or what would go is worth less to the policy."""
+        """Whether there is room, or what would go is kept elsewhere and worth less to the policy."""
         catalog = self._state.catalog
         namespace, _, group = catalog.namespaces.owner(space)
         pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[group].slot_bytes)
@@ -126,7 +126,7 @@ class HbmPlacement:
         if table.free_count(pool) >= len(rows) or table.slot_count(pool) == 0 or table.unassigned():
             return True
         now, policy = self._state.clock.now(), self._state.policy
-        view = catalog.tree.view(Tier.HBM, pool, catalog.evictable(Tier.HBM))
+        view = catalog.tree.view(Tier.HBM, pool, self.tier.replaceable())
         victims = policy.victims(view, len(rows), now, self._state.rng)
         if not victims:
             return False

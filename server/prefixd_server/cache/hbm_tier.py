@@ -17,7 +17,9 @@ import numpy as np
 import structlog
 
 from prefixd_server.base.accounts import TierStats
+from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, NO_SLOT, DeviceSegment, Extent, Rows, Slots, SlotState, Tier
+from prefixd_server.base.views import Evictable
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
@@ -110,8 +112,12 @@ class HbmTier:
 
     # -- slots ---------------------------------------------------------------------------------
 
-    def allocate_below(self, above: int, pool: int, count: int) -> Slots:
-        """Up to `count` RESERVED slots for blocks below the row `above`, which making room must not evict."""
+    def allocate_below(self, above: int, pool: int, count: int, evictable: Evictable | None = None) -> Slots:
+        """Up to `count` RESERVED slots for blocks below the row `above`, which making room must not evict.
+
+        Args:
+            evictable: what may go for them, where that is less than the catalog lets go.
+        """
         if self.state is not HbmState.READY:
             return np.zeros(0, dtype=np.uint32)
         table = self._state.catalog.slots[Tier.HBM]
@@ -122,21 +128,32 @@ class HbmTier:
                 guarded = slot
         self._state.apply(CopiesLeased(Tier.HBM, guarded))
         try:
-            return self._allocate(pool, count, int(guarded[0]) if len(guarded) else None)
+            return self._allocate(pool, count, int(guarded[0]) if len(guarded) else None, evictable)
         finally:
             self._state.apply(CopiesReleased(Tier.HBM, guarded))
 
-    def _allocate(self, pool: int, count: int, after: int | None) -> Slots:
+    def _allocate(self, pool: int, count: int, after: int | None, evictable: Evictable | None) -> Slots:
         table = self._state.catalog.slots[Tier.HBM]
         while table.free_count(pool) < count and self._assign(pool):
             pass
         short = count - table.free_count(pool)
         if short > 0:
-            self._room.evict(Tier.HBM, pool, short)
+            self._room.evict(Tier.HBM, pool, short, evictable=evictable)
         slots = table.allocate(pool, count, after)
         if len(slots) < count and self._pool(pool)[1] <= table.segment_bytes:
             self.hungry[pool] = None
         return slots
+
+    def replaceable(self) -> Evictable:
+        """What may go for a copy that is made for speed alone: no block is forgotten for it."""
+        catalog = self._state.catalog
+        evictable = catalog.evictable(Tier.HBM)
+
+        def count(node: int, limit: int) -> int:
+            rows = catalog.tree.tail_rows(Tier.HBM, node, evictable(node, limit))
+            return leading(self._kept_elsewhere(rows))
+
+        return count
 
     def _pool(self, pool: int) -> tuple[str, int]:
         """(tenant, bytes of a slot) of a pool."""

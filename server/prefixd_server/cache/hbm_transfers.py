@@ -91,7 +91,7 @@ class HbmTransfers:
 
     def _room_for(self, target: Tier, above: int, pool: int, count: int) -> Slots:
         if target is Tier.HBM:
-            return self._tier.allocate_below(above, pool, count)
+            return self._tier.allocate_below(above, pool, count, self._tier.replaceable())
         return self._room.allocate_below(above, pool, count)[0]
 
     def _under_way(self, target: Tier, rows: Rows) -> list[asyncio.Future[None]]:

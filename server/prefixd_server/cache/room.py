@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from prefixd_server.base.types import NO_ROW, NO_SLOT, DeclineReason, Slots, SlotState, Tier
-from prefixd_server.base.views import TierView
+from prefixd_server.base.views import Evictable, TierView
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.state import State
 from prefixd_server.cache.worth import AT_ANY_PRICE
@@ -78,7 +78,10 @@ class Room:
         """Evicts for `count` blocks and a little more; at any price where a slower tier has what goes."""
         table = self._state.catalog.slots[Tier.DRAM]
         slack = min(int(table.slot_count(pool) * EVICTION_SLACK_SHARE), EVICTION_SLACK_COUNT_MAX)
-        if newcomers is None or Tier.NVME in self._state.catalog.slots:
+        if self.next_to_go is not None:
+            self.evict(Tier.DRAM, pool, count - table.free_count(pool), slack=slack)
+            return
+        if newcomers is None:
             self.evict(Tier.DRAM, pool, count - table.free_count(pool) + slack)
             return
         placed = 0
@@ -108,18 +111,28 @@ class Room:
         finally:
             self._state.apply(CopiesReleased(Tier.DRAM, slot))
 
-    def evict(self, tier: Tier, pool: int, count: int, worth: float = AT_ANY_PRICE) -> int:
+    def evict(
+        self,
+        tier: Tier,
+        pool: int,
+        count: int,
+        worth: float = AT_ANY_PRICE,
+        evictable: Evictable | None = None,
+        slack: int = 0,
+    ) -> int:
         """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed.
 
         Args:
             worth: what goes is worth less, to a policy that compares.
+            evictable: what may go, where that is less than the catalog lets go.
+            slack: copies beyond `count` that go when NVMe has them: no block is forgotten for these.
         """
         catalog = self._state.catalog
-        view = catalog.tree.view(tier, pool, catalog.evictable(tier))
+        view = catalog.tree.view(tier, pool, evictable or catalog.evictable(tier))
         tenant = catalog.namespaces.pool_of(pool).tenant
         evicted = 0
         if tier is Tier.DRAM and self.next_to_go is not None:
-            for rows in self.next_to_go.take(pool, count):
+            for rows in self.next_to_go.take(pool, count + slack):
                 evicted += self._state.apply(CopiesEvicted(tier, rows)).freed_count
         while evicted < count:
             victims = self._victims(view, count - evicted, worth)
