@@ -15,6 +15,7 @@ from prefixd_server.base.accounts import Stats
 from prefixd_server.base.errors import InvalidRequest, Unavailable
 from prefixd_server.base.types import NamespaceRef, NamespaceSpec
 from prefixd_server.cache.administration import Administration
+from prefixd_server.cache.checking import Checking
 from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.endings import Endings
@@ -104,6 +105,9 @@ class Cache:
         self.list_namespaces = administration.list_namespaces
         self.drop_namespace = administration.drop_namespace
         self._administration = administration
+        checking = Checking(state, prefetching.holds)
+        self.check = checking.everything
+        self.check_at_leisure = checking.at_leisure
 
     # -- namespaces ----------------------------------------------------------------------------
 
@@ -164,10 +168,6 @@ class Cache:
         return replace(self._administration.stats(tenant), traffic=traffic)
 
     # -- life ----------------------------------------------------------------------------------
-
-    def check(self) -> list[str]:
-        """Verifies every cross-link and identity; what is wrong, in words."""
-        return self.state.catalog.check() + self._check_leases() + self.prefetching.check()
 
     def start(self) -> None:
         """Starts the background tasks on the running loop."""
@@ -259,27 +259,6 @@ class Cache:
             if (session.tenant, session.instance_id) not in holders:
                 session.notify(FarewellNotice())
         return len(remaining)
-
-    # -- identities ----------------------------------------------------------------------------
-
-    def _check_leases(self) -> list[str]:
-        """Every leased slot is held by a lease, and counters balance."""
-        problems = []
-        for tenant, counters in self.state.counters.items():
-            if counters.asked != sum(counters.hits.values()) + counters.pending + counters.missed:
-                problems.append(f"tenant {tenant}: hits + pending + misses differ from blocks asked for")
-        for tier, table in self.state.catalog.slots.items():
-            held = sum(
-                len(piece.slots)
-                for lease in self.state.leases.reads.values()
-                for hold in lease.shards.values()
-                for piece in hold.pieces
-                if piece.tier is tier
-            )
-            counted = table.lease_total()
-            if counted < held:
-                problems.append(f"{tier.name}: leases hold {held} slots, the slot table counts {counted}")
-        return problems
 
 
 async def _until_zero(count: Callable[[], int], timeout_s: float, interval_s: float = 0.02) -> int:

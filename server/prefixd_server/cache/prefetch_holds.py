@@ -14,6 +14,7 @@ from prefixd_server.base.traffic import PrefetchCounters
 from prefixd_server.base.types import NO_SLOT, Slots, Tier
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import CopiesLeased, CopiesReleased
+from prefixd_server.catalog.passes import Steps, named, stretches
 
 
 class PrefetchHolds:
@@ -80,20 +81,28 @@ class PrefetchHolds:
         """Of these slots, NO_SLOT among them, those that were brought and that no engine has leased yet."""
         return int(self._unused[slots[slots != NO_SLOT]].sum())
 
-    def check(self) -> list[str]:
-        """The identity above, and that what waits is held; what is wrong, in words."""
-        problems = []
+    def steps(self) -> Steps:
+        """What is wrong, in words (catalog/passes.py): the identity above, and that what waits is held."""
         table = self._state.catalog.slots[Tier.DRAM]
-        waiting = np.flatnonzero(self._unused).astype(np.uint32)
-        if sum(table.slot_bytes_of(slot) for slot in waiting.tolist()) != self.waiting_bytes:
-            problems.append("prefetch: brought bytes differ from used + useless + waiting")
-        if not (self._holds[waiting] > 0).all():
-            problems.append("prefetch: bytes wait in slots that nothing holds")
-        if (table.leases[: len(self._holds)] < self._holds).any():
-            problems.append("prefetch: a slot is held and not leased")
-        if int(self._holds.sum()) != sum(self._held_count.values()):
-            problems.append("prefetch: holds are miscounted")
-        return problems
+        waiting_bytes = 0
+        for segment in range(table.segment_count):
+            record = table.segment(segment)
+            waiting_bytes += record.slot_bytes * int(np.count_nonzero(self._unused[table.slots_in(segment)]))
+        yield named(
+            waiting_bytes != self.waiting_bytes,
+            "prefetch: brought bytes differ from used + useless + waiting",
+        )
+        yield named(
+            int(self._holds.sum()) != sum(self._held_count.values()), "prefetch: holds are miscounted"
+        )
+        for first, end in stretches(len(self._holds), 1 << 16):
+            holds = self._holds[first:end]
+            yield [
+                *named(
+                    self._unused[first:end] & (holds == 0), "prefetch: bytes wait in slots that nothing holds"
+                ),
+                *named(table.leases[first:end] < holds, "prefetch: a slot is held and not leased"),
+            ]
 
     @property
     def waiting_bytes(self) -> int:

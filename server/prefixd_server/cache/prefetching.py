@@ -176,10 +176,6 @@ class Prefetching:
         """Prefetches that wait, are under way, or hold what they have brought."""
         return len(self._all)
 
-    def check(self) -> list[str]:
-        """Every byte brought is used, useless or waits in a slot that is held; what is wrong, in words."""
-        return self.holds.check()
-
     # -- the tick ------------------------------------------------------------------------------
 
     def expire(self) -> None:

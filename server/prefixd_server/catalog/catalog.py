@@ -23,6 +23,7 @@ from prefixd_server.catalog.audit import audit
 from prefixd_server.catalog.columns import COMMITTED, PINNED, VISIBLE
 from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.journal import Verb
+from prefixd_server.catalog.passes import Steps, everything
 from prefixd_server.catalog.reads import CatalogReads, Departure
 from prefixd_server.catalog.slots import SlotTable
 
@@ -79,6 +80,10 @@ class Catalog(CatalogReads):
 
     def check(self) -> list[str]:
         """Verifies every cross-link; what is wrong, in words."""
+        return everything(self.steps())
+
+    def steps(self) -> Steps:
+        """The same, bit by bit (passes.py)."""
         return audit(self)
 
     # -- transitions of writers ----------------------------------------------------------------

@@ -30,6 +30,9 @@ PINNED = 2
 COMMITTED = 4
 """Flag: the writer has finished; at least one copy is readable."""
 
+NO_SPACE = 0xFFFFFFFF
+"""Space of a row that was given back."""
+
 
 def as_floats(column: NDArray[Any]) -> MutableSequence[float]:
     """A column's memory for scalar access: a memoryview, which typeshed thinks holds only integers."""
@@ -114,6 +117,10 @@ class Columns:
         free[self._freed[: self._freed_count]] = True
         return np.flatnonzero(~free).astype(np.int32)
 
+    def given_back(self, first: int = 0, end: int | None = None) -> Rows:
+        """The rows to be handed out again, the next one last, or some of them: a copy."""
+        return self._freed[: self._freed_count][first:end].astype(np.int32)
+
     @property
     def touched_bytes(self) -> int:
         """Memory in use: the most rows ever in use, per column in pieces of TOUCH_BYTES."""
@@ -188,3 +195,12 @@ class BlockColumns(Columns):
         super().__init__(row_count_max, layout)
         self.slot = {Tier.HBM: self.slot_hbm, Tier.DRAM: self.slot_dram, Tier.NVME: self.slot_nvme}
         self.mv = BlockViews(self)
+
+    @property
+    def rows_end(self) -> int:
+        """Rows in use are below."""
+        return self.high_water
+
+    def in_use(self, first: int, end: int) -> Rows:
+        """The rows in use among [first, end), ascending; a freed row has NO_SPACE (keytable.py)."""
+        return np.flatnonzero(self.space[first:end] != NO_SPACE).astype(np.int32) + np.int32(first)

@@ -49,6 +49,10 @@ class FreeRuns:
         """Every run as (start, end), in order of start."""
         return sorted(self._end_of.items())
 
+    def end_of(self, start: int) -> int | None:
+        """Where the run that begins at `start` ends; None when none does."""
+        return self._end_of.get(start)
+
     def add(self, start: int, end: int) -> None:
         """Slots [start, end) of one segment became free; merges with its neighbours."""
         assert start < end, f"empty run [{start}, {end})"

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import HASH_BYTES_MAX, HASH_WORDS, NO_ROW, Hashes, Rows
-from prefixd_server.catalog.columns import BlockColumns
+from prefixd_server.catalog.columns import NO_SPACE, BlockColumns
+from prefixd_server.catalog.key_audit import audit_keys
+from prefixd_server.catalog.passes import Steps, everything
 from prefixd_server.catalog.reserved import release, reserve
 
 BUCKET_ENTRIES = 16
@@ -42,9 +44,6 @@ TOUCHED_PER_ROW = 24
 """Entries of the next table touched per row inserted: 2 x 100 / (70 - 60) = 20 just do."""
 STEP_ENTRIES_MIN = 1024
 """Least entries moved or touched at a time: a page of memory."""
-
-NO_SPACE = 0xFFFFFFFF
-"""Space of a row without a key."""
 
 _WORDS = 2 * HASH_WORDS
 _U64_MAX = (1 << 64) - 1
@@ -281,7 +280,7 @@ class KeyTable:
         if len(rows) == 0:
             return
         self._make_room(len(rows))
-        mixed = self._mixer.run(self._columns.space.take(rows), self._columns.key.take(rows, axis=0))
+        mixed = self.mixed(rows)
         self._mixed[rows] = mixed
         self._table.insert(mixed, rows)
         self.count += len(rows)
@@ -360,8 +359,7 @@ class KeyTable:
     @property
     def nbytes(self) -> int:
         """Memory of all tables that exist now, and of the mixed keys by row."""
-        tables = [self._table] + ([self._old] if self._old is not None else [])
-        total = sum(table.entries.nbytes + table.passed.nbytes for table in tables)
+        total = sum(table.entries.nbytes + table.passed.nbytes for table in self.tables())
         total += self._columns.high_water * 4
         if self._next is not None:
             total += self._touched_count * 4 + self._next.passed.nbytes
@@ -369,21 +367,16 @@ class KeyTable:
 
     def check(self) -> list[str]:
         """What is wrong, in words: every row in use is found, once, and nothing else is."""
-        problems = []
-        tables = [self._table] + ([self._old] if self._old is not None else [])
-        held = np.concatenate([t.entries[t.entries != 0] & t.row_mask for t in tables]).astype(np.int64) - 1
-        rows = self._columns.rows_in_use()
-        if not np.array_equal(np.sort(held), rows):
-            problems.append(f"key table: holds {len(held)} rows, {len(rows)} are in use, and they differ")
-        if len(held) != self.count:
-            problems.append(f"key table: counts {self.count} keys, holds {len(held)}")
-        for space in np.unique(self._columns.space[rows]).tolist():
-            own = rows[self._columns.space[rows] == space]
-            if (self.find(int(space), self._columns.key[own]) != own).any():
-                problems.append(f"key table: a key of space {space} is not found at its row")
-        problems += [
-            f"key table: the key of row {row} is not found alone"
-            for row in rows[:16].tolist()
-            if self._find_one(int(self._columns.space[row]), self._columns.key[row : row + 1]) != row
-        ]
-        return problems
+        return everything(self.steps())
+
+    def steps(self) -> Steps:
+        """The same, bit by bit (passes.py)."""
+        return audit_keys(self, self._columns)
+
+    def tables(self) -> list[Table]:
+        """The tables where a key may be."""
+        return [self._table] + ([self._old] if self._old is not None else [])
+
+    def mixed(self, rows: Rows) -> Mixed:
+        """The rows' keys, mixed anew."""
+        return self._mixer.run(self._columns.space.take(rows), self._columns.key.take(rows, axis=0))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from prefixd_server.base.accounts import TierStats
 from prefixd_server.base.types import NO_ROW, Checksums, Extent, Rows, Slots, SlotState, Tier
 from prefixd_server.catalog.freeruns import run_edges, slots_of
+from prefixd_server.catalog.passes import Steps, everything
 from prefixd_server.catalog.segments import SegmentTable
 from prefixd_server.catalog.slot_audit import audit_slots
 
@@ -235,4 +236,8 @@ class SlotTable(SegmentTable):
 
     def check(self) -> list[str]:
         """Verifies states, leases, tallies and free runs; what is wrong, in words."""
+        return everything(self.steps())
+
+    def steps(self) -> Steps:
+        """The same, bit by bit (passes.py)."""
         return audit_slots(self, self._segments_of, self._tally, self._free_of, self._held_free)

@@ -19,6 +19,7 @@ from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
 from prefixd_server.base.views import Evictable
 from prefixd_server.catalog.columns import TOUCH_BYTES, BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NODES_WITHOUT_BLOCKS_MAX, NodeColumns
+from prefixd_server.catalog.passes import everything
 from prefixd_server.catalog.tree_audit import audit_tree
 from prefixd_server.catalog.tree_view import PoolView
 from prefixd_server.catalog.walks import TreeWalks
@@ -75,6 +76,10 @@ class PrefixTree(TreeWalks):
     def block_count(self, space: int) -> int:
         """Blocks of the space, in any state; none when it is not open."""
         return self._block_counts.get(space, 0)
+
+    def block_counts(self) -> dict[int, int]:
+        """The blocks of every open space."""
+        return dict(self._block_counts)
 
     def roots(self, space: int) -> Rows:
         """The first blocks of all runs of the space."""
@@ -386,4 +391,4 @@ class PrefixTree(TreeWalks):
 
     def check(self) -> list[str]:
         """What is wrong, in words; empty when every invariant of the tree holds."""
-        return audit_tree(self)
+        return everything(audit_tree(self))

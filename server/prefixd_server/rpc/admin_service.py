@@ -98,11 +98,11 @@ class AdminService:
         timeout_s = checks.span_s(request, "timeout", allow_zero=True)
         return wire.DrainResponse(remaining_lease_count=await self._ends.drain(timeout_s))
 
-    def check(self, _: wire.CheckRequest) -> wire.CheckResponse:
+    async def check(self, _: wire.CheckRequest) -> wire.CheckResponse:
         """Verifies the catalog."""
         self._need_admin("Check")
         began = time.perf_counter()
-        problems = self._cache.check()
+        problems = await self._cache.check_at_leisure()
         elapsed = answers.duration(time.perf_counter() - began)
         block_count = self._cache.stats(None).block_count
         return wire.CheckResponse(problems=problems, block_count=block_count, elapsed=elapsed)

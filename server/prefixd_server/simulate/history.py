@@ -72,7 +72,16 @@ class TraceBlocks(BlockColumns):
 
     def rows_in_use(self) -> Rows:
         """All known blocks, ascending."""
-        return np.flatnonzero(self.known).astype(np.int32)
+        return self.in_use(0, len(self.known))
+
+    @property
+    def rows_end(self) -> int:
+        """Any block of the trace may be known."""
+        return len(self.known)
+
+    def in_use(self, first: int, end: int) -> Rows:
+        """The known blocks among [first, end), ascending."""
+        return np.flatnonzero(self.known[first:end]).astype(np.int32) + np.int32(first)
 
 
 class ReplayState(ABC):
