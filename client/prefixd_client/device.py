@@ -42,6 +42,7 @@ class DeviceMap:
         self.uuid = uuid
         self._timeout_s = timeout_s
         self._driver = Driver(uuid)
+        self.ordinal = self._driver.ordinal
         self._known: dict[int, types_pb2.DeviceSegment] = {}
         self._opened: dict[int, int] = {}
         self._pinned: dict[int, MappedSegment] = {}
@@ -107,13 +108,7 @@ class DeviceMap:
         return target
 
     def _wait(self, event: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        pause = POLL_S_MIN
-        while not self._driver.is_done(event):
-            if time.monotonic() > deadline:
-                raise DeviceFault("CUDA_EVENT_STUCK", f"waiting {self._timeout_s:g} s for a copy")
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S_MAX)
+        wait_for(self._driver, event, self._timeout_s)
 
     # -- host memory ---------------------------------------------------------------------------------
 
@@ -148,6 +143,17 @@ class DeviceMap:
                 self._driver.close(address)
             self._opened.clear()
             self._driver.release()
+
+
+def wait_for(driver: Driver, event: int, timeout_s: float) -> None:
+    """Returns when the event is done. Raises DeviceFault when it is not in time, or the device fails."""
+    deadline = time.monotonic() + timeout_s
+    pause = POLL_S_MIN
+    while not driver.is_done(event):
+        if time.monotonic() > deadline:
+            raise DeviceFault("CUDA_EVENT_STUCK", f"waiting {timeout_s:g} s for a copy")
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S_MAX)
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:

@@ -11,12 +11,13 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from .copy import Span, read_blocks, write_blocks
-from .device import DeviceMap
+from .device import DeviceMap, merged
 from .device_memory import DeviceMemory, checksum_of, lanes_64_of
 from .layout import Pieces
 from .namespace import ChecksumAlgorithm
@@ -130,10 +131,10 @@ def _checksums(way: Way, blocks: Sequence[Pieces]) -> list[int]:
     """Of blocks in the engine's memory. Its own writes to it must be done, or on the stream given."""
     if not way.on_device:
         return [checksum_of(_host_bytes(pieces), way.algorithm) for pieces in blocks]
+    assert way.device is not None, "memory on a device is reached by a device"
     torch = sys.modules.get("torch")
     if way.algorithm is ChecksumAlgorithm.LANES_64 and torch is not None and torch.cuda.is_available():
         return _on_device(torch, way, blocks)
-    assert way.device is not None, "memory on a device is reached by a device"
     sums = []
     for pieces in blocks:
         parts = [bytes(way.device.read(address, nbytes, way.stream)) for address, nbytes in pieces]
@@ -142,12 +143,18 @@ def _checksums(way: Way, blocks: Sequence[Pieces]) -> list[int]:
 
 
 def _on_device(torch: Any, way: Way, blocks: Sequence[Pieces]) -> list[int]:
-    with torch.cuda.stream(torch.cuda.ExternalStream(way.stream)):
-        rows = [
-            torch.cat([torch.as_tensor(DeviceMemory(*piece), device="cuda") for piece in pieces])
-            for pieces in blocks
+    """By the device's own sums, in place where all blocks lie in one piece."""
+    assert way.device is not None
+    device = torch.device("cuda", way.device.ordinal)
+    pairs = [pair for block in blocks for pair in block]
+    starts = accumulate((length for _, length in pairs), initial=0)
+    pieces = merged([(start, *pair) for start, pair in zip(starts, pairs, strict=False)])
+    with torch.cuda.stream(torch.cuda.ExternalStream(way.stream, device=device)):
+        parts = [
+            torch.as_tensor(DeviceMemory(address, length), device=device) for _, address, length in pieces
         ]
-        return lanes_64_of(torch.stack(rows))
+        run = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return lanes_64_of(run.view(len(blocks), -1))
 
 
 def _host_bytes(pieces: Pieces) -> Any:

@@ -16,6 +16,7 @@ IPC_HANDLE_BYTES = 64
 _DISABLE_TIMING = 2
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
+_NON_BLOCKING = 1
 
 
 class DeviceFault(OSError):
@@ -42,16 +43,17 @@ class Driver:
             self._call("cuInit", 0)
         except (ImportError, RuntimeError) as error:
             raise DeviceFault("CUDA_UNAVAILABLE", f"loading the CUDA driver ({error})") from error
-        self._device = self._find(uuid)
+        self.ordinal, self._device = self._find(uuid)
+        """The device's number in this process, for the driver and for torch alike."""
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
 
-    def _find(self, uuid: str) -> Any:
+    def _find(self, uuid: str) -> tuple[int, Any]:
         for ordinal in range(self._call("cuDeviceGetCount")):
             device = self._call("cuDeviceGet", ordinal)
             digits = bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
             parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
             if f"GPU-{'-'.join(parts)}" == uuid:
-                return device
+                return ordinal, device
         raise DeviceFault("DEVICE_UNKNOWN", f"looking for {uuid}")
 
     def _call(self, name: str, *values: Any) -> Any:
@@ -89,6 +91,31 @@ class Driver:
         """Ends pin()."""
         with self._current():
             self._call("cuMemHostUnregister", address)
+
+    def allocate(self, length_bytes: int) -> int:
+        """Memory of the device; its address."""
+        with self._current():
+            return int(self._call("cuMemAlloc", length_bytes))
+
+    def free(self, address: int) -> None:
+        """Ends allocate(). No copy may be under way there."""
+        with self._current():
+            self._call("cuMemFree", address)
+
+    def stream(self) -> int:
+        """A new stream, which waits for no other by itself."""
+        with self._current():
+            return int(self._call("cuStreamCreate", _NON_BLOCKING))
+
+    def end_stream(self, stream: int) -> None:
+        """Gives a stream back. All that it was given has been waited for."""
+        with self._current():
+            self._call("cuStreamDestroy", stream)
+
+    def follow(self, stream: int, event: int) -> None:
+        """What the stream is given from now on happens after all that the event was recorded behind."""
+        with self._current():
+            self._call("cuStreamWaitEvent", stream, event, 0)
 
     def event(self) -> int:
         """A new event."""

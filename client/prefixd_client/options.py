@@ -41,6 +41,9 @@ class ClientOptions:
     device_uuid: str = ""
     """GPU of this process, "GPU-..." as nvidia-smi -L prints it: blocks that the daemon keeps there are read
     from there. Empty: HBM is not used."""
+    redeemer_devices: tuple[str, ...] = ()
+    """GPUs of the processes that redeem this one's leases: what these leases hold may lie there. This process
+    does not open them."""
     tls: ClientTls | None = None
     """How to reach a "host:port" by TLS; None speaks plainly, which daemons allow on loopback alone."""
 

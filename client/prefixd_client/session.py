@@ -118,7 +118,10 @@ class Session:
             engine_name=engine_name,
             client_version=__version__,
             pid=os.getpid(),
-            readable_devices=[] if self.device is None else [self.device.uuid],
+            readable_devices={
+                *self._options.redeemer_devices,
+                *([] if self.device is None else [self.device.uuid]),
+            },
         )
         self._outgoing.put(wire.OpenSessionRequest(hello=hello))
         self._stream = self.stub.OpenSession(iter(self._outgoing.get, None))
