@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 from prefixd_client.client import Client, Namespace
+from prefixd_client.connectors.vllm.jobs import LoadJob
+from prefixd_client.connectors.vllm.kv_copies import HostCopies
 from prefixd_client.connectors.vllm.kv_memory import KvMemory
 from prefixd_client.connectors.vllm.loads import Loads
-from prefixd_client.connectors.vllm.metadata import LoadJob
-from prefixd_client.connectors.vllm.stats import Tallies
+from prefixd_client.connectors.vllm.tallies import Tallies
 from prefixd_client.namespace import KvGroup, NamespaceSpec
 
 from tests.support.daemon_command import DaemonCommand
@@ -37,7 +38,7 @@ def main() -> int:
     layers = {
         f"layer{index}": torch.ones(BLOCKS, *LAYER_ELEMENTS, dtype=torch.bfloat16) for index in range(LAYERS)
     }
-    memory = KvMemory.of(layers, list(layers))
+    memory = KvMemory.of(layers, list(layers), BLOCKS)
     spec = NamespaceSpec(
         model_id="bench",
         weights_fingerprint="revision:1",
@@ -65,7 +66,7 @@ def main() -> int:
             assert lease is not None
             with lease:
                 kept += lease.store([pieces[kept + index] for index in lease.reserved_indexes]).visible
-        loads = Loads(memory, 0, lambda _: namespace, Tallies())
+        loads = Loads(HostCopies(memory), 0, lambda _: namespace, Tallies())
         buffer = torch.ones(BLOCKS * memory.block_bytes, dtype=torch.uint8)
         rounds = [(_copy(buffer, memory), _load(loads, namespace, hashes)) for _ in range(ROUNDS)][2:]
         loads.close()

@@ -19,10 +19,11 @@ TARGETS = {
     "prefixd_client.device": "client/prefixd_client/device.py",
     "prefixd_client.device_copy": "client/prefixd_client/device_copy.py",
     "prefixd_client.device_driver": "client/prefixd_client/device_driver.py",
+    "prefixd_client.connectors.vllm.device_copies": "client/prefixd_client/connectors/vllm/device_copies.py",
 }
 """Modules and their files."""
 
-WAITS = {"_wait", "record", "cuEventRecord", "clear"}
+WAITS = {"_wait", "wait_for", "record", "follow", "cuEventRecord", "cuStreamWaitEvent", "clear"}
 CLOSES = {
     "close",
     "free",

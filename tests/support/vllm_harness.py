@@ -195,7 +195,7 @@ class Harness:
                 client, settings, list(LAYERS), plan.shard_of(0, rank), writes=plan.writes(rank)
             )
             worker = Worker(side, rank, ranks, block_count)
-            hellos[0, rank] = WorkerHello(side.register(worker.kv, {}, "test"))
+            hellos[0, rank] = WorkerHello(side.register(worker.kv, {}, "test", block_count))
             workers.append(worker)
         self.connector.set_xfer_handshake_metadata_pp_aware(hellos)
         return workers

@@ -78,10 +78,12 @@ class EngineSettings:
         """Where the daemon listens."""
         return self.socket or os.environ.get("PREFIXD_SOCKET", "") or DEFAULT_SOCKET
 
-    def client_options(self) -> ClientOptions:
-        """Deadlines of the client library."""
+    def client_options(self, device_uuid: str = "", redeemer_devices: tuple[str, ...] = ()) -> ClientOptions:
+        """Deadlines of the client library, and GPUs as ClientOptions names them."""
         usual = ClientOptions()
         return ClientOptions(
             lookup_timeout_s=self.lookup_timeout_s,
             write_timeout_s=max(usual.write_timeout_s, self.lookup_timeout_s),
+            device_uuid=device_uuid,
+            redeemer_devices=redeemer_devices,
         )

@@ -71,7 +71,7 @@ def test_a_load_that_would_take_longer_than_computing_is_not_made(side, cache) -
     asked = request()
     assert answered(side, asked) == (0, False)
     assert cache.lease.released.is_set()
-    assert side.tallies.take().data["passed_over_blocks"] == 10
+    assert side.tallies.take()["passed_over_blocks"] == 10
 
 
 def test_a_loads_time_is_learned_from_the_workers(side) -> None:

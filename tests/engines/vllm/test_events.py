@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from prefixd_client.connectors.vllm.events import KvEvents
-from prefixd_client.connectors.vllm.metadata import SaveJob
+from prefixd_client.connectors.vllm.jobs import SaveJob
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 TOKENS = 16

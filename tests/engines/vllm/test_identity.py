@@ -21,7 +21,7 @@ from prefixd_client.connectors.vllm.identity import (
 from prefixd_client.connectors.vllm.kv_memory import LayerLayout
 from prefixd_client.connectors.vllm.settings import Settings
 from prefixd_client.connectors.vllm.shards import ShardPlan
-from prefixd_client.namespace import KvGroup, NamespaceSpec
+from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
@@ -79,12 +79,19 @@ def test_everything_is_filled_in(model) -> None:
         {"tensor_parallel_size": 2},
         {"facts": replace(FACTS, attention_backend="OTHER")},
         {"facts": replace(FACTS, cpu_isa_class="x86_64:amx_bf16;amx")},
+        {"facts": replace(FACTS, on_device=True)},
         {"facts": WorkerFacts((LAYOUT,) * 3, FACTS.attention_backend, FACTS.cpu_isa_class)},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_engines_that_write_other_bytes_are_kept_apart(model, changes) -> None:
     assert spec_of(model, **changes) != spec_of(model)
+
+
+def test_kv_on_gpus_has_the_checksum_that_gpus_compute(model) -> None:
+    assert spec_of(model).checksum_algorithm is ChecksumAlgorithm.XXH3_64
+    on_device = replace(FACTS, on_device=True)
+    assert spec_of(model, facts=on_device).checksum_algorithm is ChecksumAlgorithm.LANES_64
 
 
 def test_two_revisions_of_one_model_are_kept_apart(model) -> None:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from prefixd_client.connectors.vllm import UnsupportedEngine
 from prefixd_client.connectors.vllm.asking import hits_beyond
+from prefixd_client.connectors.vllm.jobs import SaveJob
 from prefixd_client.connectors.vllm.kv_memory import KvMemory
-from prefixd_client.connectors.vllm.metadata import SaveJob, StepOutcomes
+from prefixd_client.connectors.vllm.metadata import StepOutcomes
 from prefixd_client.connectors.vllm.refusals import hash_bytes, refuse_unsupported_engine
 from prefixd_client.connectors.vllm.save_book import SaveBook
 from prefixd_client.connectors.vllm.settings import Settings
 from prefixd_client.connectors.vllm.shards import ShardPlan
-from prefixd_client.connectors.vllm.stats import COUNTERS, PrefixdStats, Tallies
+from prefixd_client.connectors.vllm.stats import PrefixdStats
+from prefixd_client.connectors.vllm.tallies import COUNTERS, Tallies
 from prefixd_client.connectors.vllm.versions import layout_version, refuse_unsupported_version
 from prefixd_client.values import Tier
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
@@ -34,6 +36,8 @@ def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
         "speculative_config": None,
+        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "device_config": SimpleNamespace(device_type="cuda"),
     }
     groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
     return SimpleNamespace(**(config | changes)), SimpleNamespace(kv_cache_groups=groups)
@@ -62,8 +66,9 @@ def test_full_attention_is_served() -> None:
             "checkpoint with scales",
         ),
         (engine(FULL, speculative_config=SimpleNamespace(use_eagle=lambda: True)), "ngram"),
+        (engine(FULL, model_config=SimpleNamespace(enable_sleep_mode=True)), "--enable-sleep-mode"),
     ],
-    ids=["hybrid", "window", "recurrent", "policy", "context", "scales", "eagle"],
+    ids=["hybrid", "window", "recurrent", "policy", "context", "scales", "eagle", "sleep"],
 )
 def test_what_cannot_be_served_is_refused_with_its_remedy(made, remedy) -> None:
     with pytest.raises(UnsupportedEngine, match="Remedy: ") as refusal:
@@ -95,6 +100,14 @@ def test_releases_of_one_line_share_their_blocks() -> None:
     assert layout_version("0.32.0+cpu") == layout_version("0.32.4") != layout_version("0.31.0")
 
 
+def test_gpus_are_named_by_local_rank() -> None:
+    assert Settings().device_of(1) == ""
+    named = Settings(device_uuids="GPU-a, GPU-b")
+    assert [named.device_of(rank) for rank in (0, 1)] == ["GPU-a", "GPU-b"]
+    with pytest.raises(UnsupportedEngine, match="names no GPU for local rank 2"):
+        named.device_of(2)
+
+
 @pytest.mark.parametrize(
     "extra",
     [{"sockett": "x"}, {"async_load": "yes"}, {"min_load_tokens": 0}, {"save_patience_s": 0.0}],
@@ -108,7 +121,7 @@ def test_a_wrong_setting_is_named(extra) -> None:
 def test_a_blocks_pieces_are_its_layers_in_the_groups_order() -> None:
     caches = {"b": torch.zeros(6, 2, 32, 8), "a": torch.zeros(6, 2, 32, 8), "shares": torch.empty(0)}
     caches["shares"] = caches["a"]
-    memory = KvMemory.of(caches, ["a", "b", "shares"])
+    memory = KvMemory.of(caches, ["a", "b", "shares"], 6)
     assert memory.block_bytes == 2 * 2 * 32 * 8 * 4
     assert memory.pieces([5, 0]) == [
         tuple((caches[name][block].data_ptr(), 2048) for name in ("a", "b")) for block in (5, 0)
@@ -117,27 +130,35 @@ def test_a_blocks_pieces_are_its_layers_in_the_groups_order() -> None:
 
 def test_blocks_of_a_block_outermost_layout_are_found() -> None:
     whole = torch.zeros(6, 2, 2, 32, 8)
-    memory = KvMemory.of({"a": whole[:, 0], "b": whole[:, 1]}, ["a", "b"])
+    memory = KvMemory.of({"a": whole[:, 0], "b": whole[:, 1]}, ["a", "b"], 6)
     assert memory.pieces([3]) == [((whole[3, 0].data_ptr(), 2048), (whole[3, 1].data_ptr(), 2048))]
 
 
 def test_blocks_are_dense_in_any_order_of_their_dimensions() -> None:
-    memory = KvMemory.of({"a": torch.zeros(6, 32, 2, 8).permute(0, 2, 1, 3)}, ["a"])
+    memory = KvMemory.of({"a": torch.zeros(6, 32, 2, 8).permute(0, 2, 1, 3)}, ["a"], 6)
     assert memory.layouts[0].strides == (8, 16, 1)
-    other = KvMemory.of({"a": torch.zeros(6, 2, 32, 8)}, ["a"])
+    other = KvMemory.of({"a": torch.zeros(6, 2, 32, 8)}, ["a"], 6)
     assert other.layouts != memory.layouts
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.zeros(6, 2, 32, 16)[..., :8], torch.zeros(6, 4, device="meta"), [1, 2]], ids=type
+    "tensor",
+    [
+        torch.zeros(6, 2, 32, 16)[..., :8],
+        torch.zeros(6, 4, device="meta"),
+        [1, 2],
+        torch.zeros(12, 2, 16, 8),
+        torch.zeros(2, 6, 32, 8),
+    ],
+    ids=["scattered", "on another device", "no tensor", "split blocks", "K and V outermost"],
 )
 def test_memory_that_cannot_be_copied_block_by_block_is_refused(tensor) -> None:
     with pytest.raises(UnsupportedEngine):
-        KvMemory.of({"a": tensor}, ["a"])
+        KvMemory.of({"a": tensor}, ["a"], 6)
 
 
 def test_a_block_outside_the_kv_cache_is_never_touched() -> None:
-    memory = KvMemory.of({"a": torch.zeros(6, 4)}, ["a"])
+    memory = KvMemory.of({"a": torch.zeros(6, 4)}, ["a"], 6)
     for block in (-1, 6):
         with pytest.raises(IndexError):
             memory.pieces([0, block])
@@ -193,12 +214,12 @@ def test_hits_behind_the_engines_own_blocks_are_split_by_tier() -> None:
 
 def test_counters_add_up_and_start_anew() -> None:
     tallies = Tallies()
-    assert tallies.take() is None
+    assert tallies.take() == {}
     tallies.add(loaded_blocks=3, unloaded_blocks=0)
     tallies.add_hits({Tier.DRAM: 2})
-    stats = tallies.take()
+    stats = PrefixdStats(data=tallies.take())
     assert stats.data == {"loaded_blocks": 3, "hit_blocks_dram": 2}
-    assert tallies.take() is None
+    assert tallies.take() == {}
     assert stats.aggregate(PrefixdStats(data={"loaded_blocks": 1})).data["loaded_blocks"] == 4
     assert set(stats.data) <= set(COUNTERS)
     rates = PrefixdStats(data={"loaded_bytes": 2e9, "load_seconds": 0.5}).reduce()

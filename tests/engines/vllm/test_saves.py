@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from prefixd_client.connectors.vllm.jobs import SaveJob
+from prefixd_client.connectors.vllm.kv_copies import HostCopies
 from prefixd_client.connectors.vllm.kv_memory import KvMemory
-from prefixd_client.connectors.vllm.metadata import SaveJob
 from prefixd_client.connectors.vllm.saves import Saves, SaveWay
-from prefixd_client.connectors.vllm.stats import Tallies
+from prefixd_client.connectors.vllm.tallies import Tallies
 from prefixd_client.values import Committed, ReserveOutcome
 
 RESERVED, PRESENT, DECLINED = ReserveOutcome.RESERVED, ReserveOutcome.PRESENT, ReserveOutcome.DECLINED
@@ -69,9 +70,9 @@ class Lease:
 @contextmanager
 def saving(store: Store, *, writes: bool = True, patience_s: float = 5.0) -> Iterator[Saves]:
     """Saves over a KV cache of 8 blocks."""
-    memory = KvMemory.of({"layer": torch.zeros(8, 16)}, ["layer"])
+    copies = HostCopies(KvMemory.of({"layer": torch.zeros(8, 16)}, ["layer"], 8))
     way = SaveWay(lambda _: store, store.run, patience_s)
-    saves = Saves(memory, way, 0, writes=writes, tallies=Tallies())
+    saves = Saves(copies, way, 0, writes=writes, tallies=Tallies())
     try:
         yield saves
     finally:

@@ -22,11 +22,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.version import __version__ as vllm_version
 
 from prefixd_client.client import Client
+from prefixd_client.options import ClientOptions
 from prefixd_client.values import Tier
 
 from ..engine_settings import UnsupportedEngine
 from .daemon_cache import DaemonCache
-from .engine import attention_isa, attention_layers, group_layer_names, kv_cache_layout, worker_ranks
+from .engine import (
+    attention_isa,
+    attention_layers,
+    group_layer_names,
+    kv_cache_layout,
+    worker_device,
+    worker_ranks,
+)
 from .identity import ENGINE_NAME, agreed_facts, engine_weights, namespace_spec
 from .metadata import StepJobs, StepOutcomes, WorkerHello
 from .namespaces import Namespaces
@@ -55,12 +63,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.from_extra_config(transfer.kv_connector_extra_config or {})
         self._plan = ShardPlan.of(vllm_config)
-        self._client = Client(
-            self._settings.address,
-            instance_id=str(transfer.engine_id),
-            engine_name=ENGINE_NAME,
-            options=self._settings.client_options(),
-        )
+        device_uuid = "" if role == KVConnectorRole.SCHEDULER else worker_device(self._settings)
+        self._client = self._connected(self._settings.client_options(device_uuid))
         self._namespaces = Namespaces(self._client)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -82,7 +86,9 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
                 group_layer_names(kv_cache_config),
                 self._plan.shard_of(pipeline_rank, tensor_rank),
                 writes=self._plan.writes(tensor_rank),
+                device_uuid=device_uuid,
             )
+            self._device_uuid = device_uuid
 
     # -- what kind of connector this is -------------------------------------------------------------
 
@@ -114,6 +120,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The workers have told how their memory looks: the namespace can be opened."""
         facts = agreed_facts({rank: hello.facts for rank, hello in metadata.items()})
+        self._read_for({hello.device_uuid for hello in metadata.values()})
         spec = namespace_spec(
             self._vllm_config,
             facts,
@@ -197,7 +204,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         """The KV cache is allocated."""
         layers = attention_layers(self._vllm_config)
         isa = attention_isa(self._vllm_config, self._kv_cache_config)
-        self._hello = WorkerHello(self._hands.register(kv_caches, layers, isa))
+        facts = self._hands.register(kv_caches, layers, isa, int(self._kv_cache_config.num_blocks))
+        self._hello = WorkerHello(facts, self._device_uuid)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
         """How this worker's KV cache looks."""
@@ -243,7 +251,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> PrefixdStats | None:
         """Counts since the last call."""
         side = self._scheduler or self._worker
-        return side.tallies.take() if side is not None else None
+        counts = side.tallies.take() if side is not None else {}
+        return PrefixdStats(data=counts) if counts else None
 
     def take_events(self) -> Iterable[Any]:
         """What this engine's saves have put into the cache, and what was found lost."""
@@ -258,6 +267,23 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _connected(self, options: ClientOptions) -> Client:
+        return Client(
+            self._settings.address,
+            instance_id=str(self._vllm_config.kv_transfer_config.engine_id),
+            engine_name=ENGINE_NAME,
+            options=options,
+        )
+
+    def _read_for(self, devices: set[str]) -> None:
+        """Acquires for workers on this GPU from now on. On several, blocks are read from host memory: which
+        shard is whose is not known when a lease is given."""
+        (device, *others) = devices
+        if device and not others:
+            self._client.close()
+            self._client = self._connected(self._settings.client_options(redeemer_devices=(device,)))
+            self._namespaces.use(self._client)
 
     @property
     def _side(self) -> SchedulerSide:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+
+from .settings import Settings
 
 
 def worker_ranks() -> tuple[int, int]:
     """(pipeline rank, tensor rank) of this worker."""
     return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def worker_device(settings: Settings) -> str:
+    """UUID of this worker's GPU, "GPU-..."; empty on CPUs."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - resolved late in a worker's start
+
+    if not current_platform.is_cuda():
+        return ""
+    named = settings.device_of(int(get_world_group().local_rank))
+    return named or f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def group_layer_names(kv_cache_config: Any) -> list[str]:

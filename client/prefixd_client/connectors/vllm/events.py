@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from .metadata import SaveJob
+from .jobs import SaveJob
 
 MEDIUM = "CPU"
 """vLLM's word for host memory, where every save goes first."""

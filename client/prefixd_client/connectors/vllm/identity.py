@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefixd_client.namespace import KvGroup, NamespaceSpec
+from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 from prefixd_client.weights import WEIGHT_PATTERNS, weight_files_in, weight_files_of, weights_fingerprint
 
 from ..engine_settings import UnsupportedEngine
@@ -37,6 +37,8 @@ class WorkerFacts:
     layouts: tuple[LayerLayout, ...]
     attention_backend: str
     cpu_isa_class: str
+    on_device: bool = False
+    """On a GPU, which computes checksums of its own kind."""
 
     @property
     def block_bytes(self) -> int:
@@ -105,6 +107,7 @@ def namespace_spec(
         hash_bytes=hash_bytes(cache.prefix_caching_hash_algo),
         engine_name=ENGINE_NAME,
         layout_version=layout_version(version),
+        checksum_algorithm=ChecksumAlgorithm.LANES_64 if facts.on_device else ChecksumAlgorithm.XXH3_64,
     )
 
 

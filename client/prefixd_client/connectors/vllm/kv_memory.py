@@ -2,8 +2,8 @@
 
 One tensor per layer, first dimension the block. What a block's inside means belongs to the engine (on CPUs
 its shape does not even tell the order); the bytes of one block of one layer only have to be dense. A block
-of the cache is its layers' bytes in the order of the KV cache group. This is the seam for other devices:
-whoever copies asks for `pieces`, and a device that a host thread cannot address is refused here.
+of the cache is its layers' bytes in the order of the KV cache group. In host memory or on one GPU: who copies
+which is in kv_copies.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 from prefixd_client.layout import Pieces
 
 from ..engine_settings import UnsupportedEngine
+
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class KvMemory:
     """The registered KV cache of one worker.
 
     bases and strides hold, per layer, the address of block 0 and the bytes from one block to the next.
-    tensors keeps the memory alive.
+    tensors keeps the memory alive. on_device: it is a GPU's.
     """
 
     layouts: tuple[LayerLayout, ...]
@@ -54,29 +56,37 @@ class KvMemory:
     strides: np.ndarray[Any, np.dtype[np.int64]]
     block_count: int
     tensors: tuple[Any, ...]
+    on_device: bool = False
 
     @classmethod
-    def of(cls, kv_caches: Mapping[str, Any], layer_names: Sequence[str]) -> KvMemory:
+    def of(cls, kv_caches: Mapping[str, Any], layer_names: Sequence[str], block_count: int) -> KvMemory:
         """Reads what vLLM registers.
 
         Args:
             kv_caches: tensor per layer name, as register_kv_caches() gets them.
             layer_names: the KV cache group's order; layers that share another's tensor count once.
+            block_count: blocks that the scheduler knows.
 
         Raises:
-            UnsupportedEngine: memory that a host thread cannot copy block by block.
+            UnsupportedEngine: memory that cannot be copied block by block.
         """
         tensors: list[Any] = []
         seen: set[int] = set()
         for name in [name for name in layer_names if name in kv_caches]:
             tensor = kv_caches[name]
-            _refuse_unreachable(name, tensor)
+            _refuse_unreachable(name, tensor, block_count)
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 tensors.append(tensor)
         if not tensors:
             raise UnsupportedEngine(
                 "this worker registered no KV cache", "serve this model without the connector"
+            )
+        devices = {str(tensor.device) for tensor in tensors}
+        if len(devices) > 1:
+            raise UnsupportedEngine(
+                f"this worker keeps its KV on {', '.join(sorted(devices))}",
+                "give each worker one device",
             )
         layouts = tuple(_layout_of(tensor) for tensor in tensors)
         if not all(layout.dense for layout in layouts):
@@ -87,8 +97,9 @@ class KvMemory:
             layouts=layouts,
             bases=np.array([tensor.data_ptr() for tensor in tensors], np.int64),
             strides=np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], np.int64),
-            block_count=min(int(tensor.shape[0]) for tensor in tensors),
+            block_count=block_count,
             tensors=tuple(tensors),
+            on_device=tensors[0].device.type != "cpu",
         )
 
     @property
@@ -122,14 +133,19 @@ def _layout_of(tensor: Any) -> LayerLayout:
     )
 
 
-def _refuse_unreachable(name: str, tensor: Any) -> None:
+def _refuse_unreachable(name: str, tensor: Any, block_count: int) -> None:
     if not hasattr(tensor, "data_ptr"):
         raise UnsupportedEngine(
             f"layer {name} registers {type(tensor).__name__}, not one tensor",
             "serve this model without the connector",
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in DEVICES:
         raise UnsupportedEngine(
-            f"layer {name} keeps its KV on {tensor.device}: this release copies KV in host memory only",
-            "run the engine on a CPU, or use a prefixd release with the HBM tier",
+            f"layer {name} keeps its KV on {tensor.device}", f"run the engine on one of {', '.join(DEVICES)}"
+        )
+    if int(tensor.shape[0]) != block_count:
+        raise UnsupportedEngine(
+            f"layer {name} has {tensor.shape[0]} blocks where the scheduler has {block_count}: the attention "
+            "backend splits them, or its first dimension is another",
+            "set --block-size to a size that the attention backend takes whole",
         )

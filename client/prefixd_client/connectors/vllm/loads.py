@@ -17,9 +17,9 @@ from typing import Protocol
 from prefixd_client.leases import ReadLease
 from prefixd_client.namespace import NamespaceSpec
 
-from .kv_memory import KvMemory
-from .metadata import LoadJob
-from .stats import Tallies
+from .jobs import LoadJob
+from .kv_copies import KvCopies
+from .tallies import Tallies
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Loads:
     """Loads of one worker.
 
     Args:
-        memory: its KV cache.
+        copies: into its KV cache; closed with the loads.
         shard: its shard.
         namespace_of: opens the namespace that a job names.
         tallies: counts blocks, bytes and seconds.
@@ -55,12 +55,12 @@ class Loads:
 
     def __init__(
         self,
-        memory: KvMemory,
+        copies: KvCopies,
         shard: int,
         namespace_of: Callable[[NamespaceSpec], Redeems],
         tallies: Tallies,
     ) -> None:
-        self._memory = memory
+        self._copies = copies
         self._shard = shard
         self._namespace_of = namespace_of
         self._tallies = tallies
@@ -70,10 +70,11 @@ class Loads:
 
     def start(self, job: LoadJob) -> None:
         """Loads between steps, or now when the job says so."""
+        mark = self._copies.mark()
         if job.in_step:
-            self._run(job)
+            self._run(job, mark)
         else:
-            self._thread.submit(self._run, job)
+            self._thread.submit(self._run, job, mark)
 
     def take(self) -> LoadResults:
         """What ended since the last call."""
@@ -84,10 +85,12 @@ class Loads:
     def close(self) -> None:
         """Waits for the load under way; the others are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._copies.close()
 
-    def _run(self, job: LoadJob) -> None:
+    def _run(self, job: LoadJob, mark: int) -> None:
         begin, good = time.monotonic(), 0
         try:
+            self._copies.begin(mark)
             good = self._copy(job)
         except Exception:  # the outermost seam: the engine waits for the outcome, whatever it is
             _LOG.exception("prefixd: load of %s failed, its blocks are computed", job.request_id)
@@ -95,7 +98,7 @@ class Loads:
             seconds = time.monotonic() - begin
             self._tallies.add(
                 loaded_blocks=good,
-                loaded_bytes=good * self._memory.block_bytes,
+                loaded_bytes=good * self._copies.block_bytes,
                 unloaded_blocks=len(job.block_ids) - good,
                 load_seconds=seconds,
             )
@@ -112,4 +115,4 @@ class Loads:
         if lease is None:
             return 0
         with lease:
-            return lease.load(self._memory.pieces(job.block_ids), self._shard, start=job.start)
+            return self._copies.load(lease, self._shard, job.start, job.block_ids)

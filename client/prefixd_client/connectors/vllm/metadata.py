@@ -13,42 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from prefixd_client.namespace import NamespaceSpec
-
 from .identity import WorkerFacts
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Copy blocks of a lease into the engine's KV cache.
-
-    block_ids are the engine's blocks for consecutive blocks of the lease, the first for its block `start`.
-    """
-
-    job_id: int
-    request_id: str
-    namespace: NamespaceSpec
-    token: bytes
-    start: int
-    block_ids: tuple[int, ...]
-    in_step: bool
-    """Load before this step's forward pass (True), or between steps and report when done (False)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """Copy computed blocks of a run into the cache; hashes and block_ids go together.
-
-    parent_hash is the block before the run, empty at the root.
-    """
-
-    job_id: int
-    request_id: str
-    namespace: NamespaceSpec
-    parent_hash: bytes
-    hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    recompute_cost_s: float | None
+from .jobs import LoadJob, SaveJob
 
 
 @dataclass
@@ -92,9 +58,10 @@ class StepOutcomes(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """One worker to the scheduler, once at start."""
+    """One worker to the scheduler, once at start. device_uuid: of its GPU, empty on CPUs."""
 
     facts: WorkerFacts
+    device_uuid: str = ""
 
 
 def _added(left: dict[int, tuple[int, int]], right: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

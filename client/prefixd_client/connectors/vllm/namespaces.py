@@ -13,6 +13,10 @@ class Namespaces:
         self._client = client
         self._opened: dict[NamespaceSpec, Namespace] = {}
 
+    def use(self, client: Client) -> None:
+        """Another client from now on; what was opened is opened again."""
+        self._client, self._opened = client, {}
+
     def open(self, spec: NamespaceSpec) -> Namespace:
         """The namespace; asks the daemon the first time, so not for the scheduler's thread.
 

@@ -26,6 +26,7 @@ def refuse_unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     _refuse_failing_policy(vllm_config.kv_transfer_config)
     _refuse_groups(kv_cache_config.kv_cache_groups)
     _refuse_parallelism(vllm_config.parallel_config)
+    _refuse_sleep_on_gpus(vllm_config)
     hash_bytes(vllm_config.cache_config.prefix_caching_hash_algo)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise UnsupportedEngine(
@@ -76,6 +77,16 @@ def layer_specs(spec: Any) -> list[Any]:
     """The cache specs of a group's layers: one for all, or one each where their sizes differ."""
     inner = getattr(spec, "kv_cache_specs", None)
     return list(inner.values()) if inner is not None else [spec]
+
+
+def _refuse_sleep_on_gpus(vllm_config: Any) -> None:
+    """Sleep takes a GPU's KV memory away and tells the workers' connectors nothing: a save may be reading."""
+    asleep = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    if asleep and vllm_config.device_config.device_type != "cpu":
+        raise UnsupportedEngine(
+            "sleep mode unmaps the KV cache on GPUs while a save may be reading it",
+            "start without --enable-sleep-mode",
+        )
 
 
 def _refuse_parallelism(parallel: Any) -> None:

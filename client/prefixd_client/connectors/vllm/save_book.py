@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .metadata import LoadJob, SaveJob
+from .jobs import LoadJob, SaveJob
 
 
 @dataclass(slots=True)

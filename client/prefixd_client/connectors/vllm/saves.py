@@ -20,13 +20,11 @@ from prefixd_client.namespace import NamespaceSpec
 from prefixd_client.operations import Call
 from prefixd_client.values import Committed, ReserveOutcome
 
-from .kv_memory import KvMemory
-from .metadata import SaveJob
-from .stats import Tallies
+from .jobs import SaveJob
+from .kv_copies import KvCopies
+from .tallies import Tallies
 
 _LOG = logging.getLogger(__name__)
-PART_BYTES = 32 << 20
-"""Copied between two looks at whether the job was called off: 3 to 5 ms."""
 
 
 class Reserves(Protocol):
@@ -62,6 +60,7 @@ class _Save:
     """A job on its way. The flags change under the Saves' lock."""
 
     job: SaveJob
+    mark: int
     called_off: threading.Event = field(default_factory=threading.Event)
     source_free: threading.Event = field(default_factory=threading.Event)
     copying: bool = False
@@ -79,15 +78,15 @@ class Saves:
     """Saves of one worker, in order, on one thread.
 
     Args:
-        memory: its KV cache.
+        copies: out of its KV cache; closed with the saves.
         way: to the daemon.
         shard: its shard.
         writes: False where another rank writes this shard: jobs are over at once.
         tallies: counts bytes and seconds.
     """
 
-    def __init__(self, memory: KvMemory, way: SaveWay, shard: int, *, writes: bool, tallies: Tallies) -> None:
-        self._memory = memory
+    def __init__(self, copies: KvCopies, way: SaveWay, shard: int, *, writes: bool, tallies: Tallies) -> None:
+        self._copies = copies
         self._shard = shard
         self._writes = writes
         self._way = way
@@ -107,7 +106,7 @@ class Saves:
             with self._lock:
                 self._counts[job.job_id] = len(job.block_ids)
             return
-        save = _Save(job)
+        save = _Save(job, self._copies.mark())
         with self._lock:
             self._open[job.job_id] = save
             self._open_of_request[job.request_id] = self._open_of_request.get(job.request_id, 0) + 1
@@ -146,6 +145,7 @@ class Saves:
                 save.called_off.set()
         self._queue.put(None)
         self._thread.join()
+        self._copies.close()
 
     # -- the thread ---------------------------------------------------------------------------------
 
@@ -174,9 +174,10 @@ class Saves:
     def _save(self, save: _Save) -> int:
         """Leading blocks of the job that are kept. Tries again while the daemon makes room."""
         job, kept = save.job, 0
+        self._copies.begin(save.mark)
         namespace = self._way.namespace_of(job.namespace)
         until = time.monotonic() + self._way.patience_s
-        while kept < len(job.hashes) and not save.called_off.is_set():
+        while kept < len(job.hashes) and not save.called_off.is_set() and not self._copies.is_lost:
             lease = namespace.reserve(
                 job.hashes[kept:],
                 parent_hash=job.hashes[kept - 1] if kept else job.parent_hash,
@@ -195,7 +196,7 @@ class Saves:
 
     def _store(self, save: _Save, lease: WriteLease, offset: int) -> int:
         """Copies the reserved blocks of a lease in parts; returns the leading blocks of it that are kept."""
-        part = max(1, PART_BYTES // self._memory.block_bytes)
+        part = self._copies.part_count
         dropped_from = len(lease.outcomes)
         for first in range(0, len(lease.reserved_indexes), part):
             indexes = lease.reserved_indexes[first : first + part]
@@ -204,13 +205,15 @@ class Saves:
                     return indexes[0]
                 save.copying = True
                 save.source_free.clear()
-            sources = self._memory.pieces([save.job.block_ids[offset + index] for index in indexes])
-            commit = lease.copy_in(sources, indexes)
+            sources = [save.job.block_ids[offset + index] for index in indexes]
+            commit = self._copies.copy_in(lease, indexes, sources)
             with self._lock:
                 save.copying = False
             save.source_free.set()
+            if commit is None:
+                return indexes[0]
             committed = lease.settle(self._way.run(commit))
-            self._tallies.add(saved_bytes=(len(indexes) - committed.dropped) * self._memory.block_bytes)
+            self._tallies.add(saved_bytes=(len(indexes) - committed.dropped) * self._copies.block_bytes)
             if committed.dropped:
                 dropped_from = indexes[len(indexes) - committed.dropped]
                 break

@@ -24,10 +24,11 @@ from .adapters import Adapters
 from .asking import Asking, Cache, hits_beyond
 from .estimates import Estimates
 from .events import KvEvents
-from .metadata import LoadJob, SaveJob, StepJobs, StepOutcomes
+from .jobs import LoadJob, SaveJob
+from .metadata import StepJobs, StepOutcomes
 from .save_book import SaveBook, given_away
 from .settings import Settings
-from .stats import Tallies
+from .tallies import Tallies
 from .tracked import Phase, Tracked
 from .usage import Life
 

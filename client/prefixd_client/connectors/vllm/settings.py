@@ -28,6 +28,18 @@ class Settings(EngineSettings):
     newer than the engine are not shared, since it cannot be known which bytes the engine has loaded."""
     report_usage: bool = True
     """Tell the daemon each request's life: its policy learns from it, and queued requests are prefetched."""
+    device_uuids: str = ""
+    """GPUs of this engine's workers on this node, as nvidia-smi -L prints them, by commas in the order of
+    their local ranks. Empty: as torch names them."""
+
+    def device_of(self, local_rank: int) -> str:
+        """The worker's entry of device_uuids; empty when there are none. Raises UnsupportedEngine."""
+        if not self.device_uuids:
+            return ""
+        named = [name.strip() for name in self.device_uuids.split(",")]
+        if local_rank >= len(named):
+            raise self.wrong("device_uuids", self.device_uuids, f"names no GPU for local rank {local_rank}")
+        return named[local_rank]
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # super() does not find a class that slots have made anew

@@ -14,13 +14,14 @@ from prefixd_client.client import Client
 from prefixd_client.namespace import isa_class
 
 from .identity import WorkerFacts
+from .kv_copies import open_copies
 from .kv_memory import KvMemory
 from .loads import LoadResults, Loads
 from .metadata import StepJobs, StepOutcomes
 from .namespaces import Namespaces
 from .saves import Saves, SaveWay
 from .settings import Settings
-from .stats import Tallies
+from .tallies import Tallies
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,16 +35,25 @@ class WorkerSide:
         layer_names: the KV cache group's layers, in order.
         shard: the worker's.
         writes: whether this rank is the one that writes the shard.
+        device_uuid: of the worker's GPU, which the client was opened with too; empty on CPUs.
     """
 
     def __init__(
-        self, client: Client, settings: Settings, layer_names: list[str], shard: int, *, writes: bool
+        self,
+        client: Client,
+        settings: Settings,
+        layer_names: list[str],
+        shard: int,
+        *,
+        writes: bool,
+        device_uuid: str = "",
     ) -> None:
         self._client = client
         self._settings = settings
         self._layer_names = layer_names
         self._shard = shard
         self._writes = writes
+        self._device_uuid = device_uuid
         self._namespaces = Namespaces(client)
         self._loads: Loads | None = None
         self._saves: Saves | None = None
@@ -53,20 +63,25 @@ class WorkerSide:
         self._saved: dict[int, int] = {}
         self.tallies = Tallies()
 
-    def register(self, kv_caches: Mapping[str, Any], layers: Mapping[str, Any], isa: str) -> WorkerFacts:
+    def register(
+        self, kv_caches: Mapping[str, Any], layers: Mapping[str, Any], isa: str, block_count: int
+    ) -> WorkerFacts:
         """The KV cache is there; returns how it looks.
 
         Args:
             kv_caches: tensor per layer name.
             layers: attention layer per layer name, which knows its backend.
             isa: the kernels' own name of the instruction set; empty where bytes do not depend on it.
+            block_count: blocks that the scheduler knows.
         """
         self.close_copies()
-        memory = KvMemory.of(kv_caches, self._layer_names)
+        memory = KvMemory.of(kv_caches, self._layer_names, block_count)
         backends = sorted({backend_name(layers[name]) for name in kv_caches if name in layers})
-        self._loads = Loads(memory, self._shard, self._namespaces.open, self.tallies)
+        self._loads = Loads(
+            open_copies(memory, self._device_uuid), self._shard, self._namespaces.open, self.tallies
+        )
         self._saves = Saves(
-            memory,
+            open_copies(memory, self._device_uuid),
             SaveWay(self._namespaces.open, self._client.run, self._settings.save_patience_s),
             self._shard,
             writes=self._writes,
@@ -76,6 +91,7 @@ class WorkerSide:
             layouts=memory.layouts,
             attention_backend="+".join(backends) or "unknown",
             cpu_isa_class=f"{isa_class()};{isa}" if isa else "",
+            on_device=memory.on_device,
         )
 
     def fence(self, jobs: StepJobs) -> None:
