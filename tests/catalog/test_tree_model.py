@@ -11,6 +11,7 @@ from prefixd_server.base.types import NO_ROW, NO_SLOT, Tier
 from tests.support.forest import Forest
 
 BLOCKS_MAX = 400
+DEVICES = {Tier.HBM: (range(10), range(10, 20))}
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -19,7 +20,7 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.forest = Forest()
+        self.forest = Forest(devices=DEVICES)
         self.now = 1.0
 
     def some_row(self, space: int | None = None) -> int | None:
@@ -94,18 +95,23 @@ class TreeMachine(RuleBasedStateMachine):
         place = {r: i for i, r in enumerate(below)}
         assert all(r == row or place[self.forest.blocks[r].parent] < place[r] for r in below)
 
-    @rule(tier=st.sampled_from(Tier), pool=st.integers(0, 2))
-    def look(self, tier: Tier, pool: int) -> None:
-        view = self.forest.tree.view(tier, pool, lambda node, limit: limit)
+    @rule(where=st.sampled_from([(Tier.HBM, 0), (Tier.HBM, 1), (Tier.DRAM, 0)]), pool=st.integers(0, 2))
+    def look(self, where: tuple[Tier, int], pool: int) -> None:
+        tier, device = where
+        view = self.forest.tree.view(tier, pool, lambda node, limit: limit, device=device)
         oldest = list(view.oldest())
         assert sorted(oldest) == sorted(view.leaves().tolist())
         assert view.leaf_count == len(oldest)
         order = list(view.by_age())
         assert [node for node in order if node in set(oldest)] == oldest
-        rows = [
-            r for r, block in self.forest.blocks.items() if tier in block.tiers and block.space // 2 == pool
-        ]
-        assert sum(int(view.copies[node]) for node in order) == len(rows)
+        rows = {
+            r
+            for r, block in self.forest.blocks.items()
+            if tier in block.tiers and block.space // 2 == pool and self.forest.device_of(tier, r) == device
+        }
+        tails = [self.forest.tree.tail_rows(tier, node, BLOCKS_MAX * 2, device).tolist() for node in order]
+        assert [len(tail) for tail in tails] == [int(view.copies[node]) for node in order]
+        assert sorted(row for tail in tails for row in tail) == sorted(rows)
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, Rows, Tier
 from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.keytable import KeyTable
+from prefixd_server.catalog.nodes import ONE_EACH, Devices
 from prefixd_server.catalog.tree import PrefixTree
 
 
@@ -27,12 +28,22 @@ class Block:
 
 
 class Forest:
-    """Applies each change to the real structures and to the model; `verify` compares them."""
+    """Applies each change to the real structures and to the model; `verify` compares them.
 
-    def __init__(self, block_count_max: int = 100_000, spaces: tuple[int, ...] = (0, 1, 2)) -> None:
+    Args:
+        devices: of tiers that lie on several; a row's number tells its copy's.
+    """
+
+    def __init__(
+        self,
+        block_count_max: int = 100_000,
+        spaces: tuple[int, ...] = (0, 1, 2),
+        devices: Devices = ONE_EACH,
+    ) -> None:
+        self._devices = devices
         self.columns = BlockColumns(block_count_max)
         self.keys = KeyTable(self.columns, seed=5)
-        self.tree = PrefixTree(self.columns, block_count_max)
+        self.tree = PrefixTree(self.columns, block_count_max, devices)
         self.blocks: dict[int, Block] = {}
         self.key_of: dict[int, int] = {}
         self._next_key = 1
@@ -60,17 +71,22 @@ class Forest:
 
     def copy(self, tier: Tier, rows: Rows) -> None:
         """Copies of blocks that have none in the tier."""
-        self.columns.slot[tier][rows] = 7
+        where = self._devices.get(tier, (range(7, 8),))
+        self.columns.slot[tier][rows] = [where[self.device_of(tier, row)].start for row in rows.tolist()]
         self.tree.copies_added(tier, rows)
         for row in rows.tolist():
             self.blocks[row].tiers.add(tier)
 
     def drop(self, tier: Tier, rows: Rows) -> None:
         """No more copies in the tier."""
-        self.columns.slot[tier][rows] = NO_SLOT
         self.tree.copies_dropped(tier, rows)
+        self.columns.slot[tier][rows] = NO_SLOT
         for row in rows.tolist():
             self.blocks[row].tiers.remove(tier)
+
+    def device_of(self, tier: Tier, row: int) -> int:
+        """Where a copy of the row goes."""
+        return row // 5 % len(self._devices[tier]) if tier in self._devices else 0
 
     def forget(self, rows: Rows) -> None:
         """Copies, tree, keys, rows."""

@@ -211,8 +211,8 @@ class Catalog(CatalogReads):
         if len(rows) == 0:
             return 0
         self.slots[tier].row[slots] = NO_ROW
-        self.columns.slot[tier][rows] = NO_SLOT
         self.tree.copies_dropped(tier, rows)
+        self.columns.slot[tier][rows] = NO_SLOT
         last = np.ones(len(rows), dtype=np.bool_)
         for slot in self.columns.slot.values():
             last &= slot[rows] == NO_SLOT
@@ -250,8 +250,8 @@ class Catalog(CatalogReads):
             self._drop_copies(event.tier, rows)
         else:
             table.quarantine(slot)
-            self.columns.slot[event.tier][rows] = NO_SLOT
             self.tree.copies_dropped(event.tier, rows)
+            self.columns.slot[event.tier][rows] = NO_SLOT
         if any(columns[row] != NO_SLOT for columns in self.columns.slot.values()):
             return Effect()
         return Effect(forgotten_count=self._forget(self.tree.subtree(row)))
@@ -324,8 +324,8 @@ class Catalog(CatalogReads):
                 Departure(tier, self.columns.space[gone], self.columns.key[gone], slots[~writing])
             )
         table.free(slots[~writing])
-        self.columns.slot[tier][rows] = NO_SLOT
         self.tree.copies_dropped(tier, rows)
+        self.columns.slot[tier][rows] = NO_SLOT
 
     def closure(self, rows: Rows) -> Rows:
         """The rows and everything below, each once, parents before children."""

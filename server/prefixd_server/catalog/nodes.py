@@ -1,4 +1,4 @@
-"""The arrays of the prefix tree: one row per node, 118 bytes.
+"""The arrays of the prefix tree: one row per node, 118 bytes, and 18 for each further device of a tier.
 
 A node is a radix segment: a chain of consecutive blocks with one history. Two
 kinds of node have no blocks: the root of each space, and above the roots of all
@@ -9,13 +9,19 @@ Not here: how the arrays hang together (tree.py, presence.py).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.types import Tier
 from prefixd_server.catalog.columns import Columns, as_floats
+
+Devices: TypeAlias = Mapping[Tier, Sequence[range]]
+"""The slots of each device, of tiers that lie on several."""
+ONE_EACH: Devices = MappingProxyType({})
 
 NO_NODE = -1
 NODE_LENGTH_MAX = 4096
@@ -91,7 +97,10 @@ class NodeColumns(Columns):
     head, tail: rows of the first and the deepest block; NO_ROW without blocks.
     parent: the node whose tail is the parent of our head; the space's root for a first
     block, the pool node for a root, NO_NODE for a pool node.
-    The rest is told in base/views.py; the columns of one tier in presence.py.
+    The rest is told in base/views.py; the columns of one tier, or device, in presence.py.
+
+    Args:
+        devices: of tiers that lie on several.
     """
 
     space: NDArray[np.uint32]
@@ -112,16 +121,17 @@ class NodeColumns(Columns):
     output_class: NDArray[np.uint8]
     hint: NDArray[np.uint8]
 
-    def __init__(self, node_count_max: int) -> None:
+    def __init__(self, node_count_max: int, devices: Devices) -> None:
         layout = dict(_SHARED)
         for tier in Tier:
-            layout |= {f"{name}_{tier.name.lower()}": kind for name, kind in _PER_TIER.items()}
+            for device in range(len(devices[tier]) if tier in devices else 1):
+                layout |= {_column(name, tier, device): kind for name, kind in _PER_TIER.items()}
         super().__init__(node_count_max, layout)
         self.mv = NodeViews(self)
 
-    def of_tier(self, name: str, tier: Tier) -> NDArray[Any]:
-        """One of the tier's own columns: copies, kids, older, newer or leaf_place."""
-        column: NDArray[Any] = getattr(self, f"{name}_{tier.name.lower()}")
+    def of_tier(self, name: str, tier: Tier, device: int) -> NDArray[Any]:
+        """One of the tier's own columns on a device: copies, kids, older, newer or leaf_place."""
+        column: NDArray[Any] = getattr(self, _column(name, tier, device))
         return column
 
     # -- what the policy makes of the use of a node --------------------------------------------
@@ -145,3 +155,7 @@ class NodeColumns(Columns):
         for node in nodes:
             if last_use[node] == used_at:
                 output_class[node] = reply
+
+
+def _column(name: str, tier: Tier, device: int) -> str:
+    return f"{name}_{tier.name.lower()}_{device}"

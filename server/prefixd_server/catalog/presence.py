@@ -1,4 +1,4 @@
-"""Which nodes have copies in one tier: counts, recency lists, leaves.
+"""Which nodes have copies in one tier, or on one device of it: counts, recency lists, leaves.
 
 Per node: `copies`, its blocks with a copy here; `kids`, its child nodes with
 copies here in them or below them. A node with copies is in its pool's recency
@@ -15,10 +15,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import Tier
+from prefixd_server.base.types import NO_SLOT, Slots, Tier
 from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.nodes import NO_NODE, NodeColumns
 from prefixd_server.catalog.reserved import reserve
+
+ALL_SLOTS = range(NO_SLOT)
 
 
 class LeafArray:
@@ -32,16 +34,21 @@ class LeafArray:
 
 
 class Presence:
-    """See the module; one for each tier. Its arrays are read only for others."""
+    """See the module; one for each device of each tier. Its arrays are read only for others.
 
-    def __init__(self, tier: Tier, nodes: NodeColumns) -> None:
+    Args:
+        slots: of the device; all where the tier lies on one.
+    """
+
+    def __init__(self, tier: Tier, nodes: NodeColumns, device: int = 0, slots: range = ALL_SLOTS) -> None:
         self.tier = tier
+        self._slots = slots
         self.node_count_max = nodes.row_count_max
-        self.copies: NDArray[np.uint16] = nodes.of_tier("copies", tier)
-        self.kids: NDArray[np.uint32] = nodes.of_tier("kids", tier)
-        self.older: Nodes = nodes.of_tier("older", tier)
-        self.newer: Nodes = nodes.of_tier("newer", tier)
-        self.leaf_place: NDArray[np.uint32] = nodes.of_tier("leaf_place", tier)
+        self.copies: NDArray[np.uint16] = nodes.of_tier("copies", tier, device)
+        self.kids: NDArray[np.uint32] = nodes.of_tier("kids", tier, device)
+        self.older: Nodes = nodes.of_tier("older", tier, device)
+        self.newer: Nodes = nodes.of_tier("newer", tier, device)
+        self.leaf_place: NDArray[np.uint32] = nodes.of_tier("leaf_place", tier, device)
         self.copies_view = self.copies.data
         self.kids_view = self.kids.data
         self.older_view = self.older.data
@@ -54,6 +61,14 @@ class Presence:
         """Leaves by pool node."""
         self.used = False
         """Whether any copy was ever here: an idle tier costs nothing."""
+
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of the tier's slots, NO_SLOT among them, lie here."""
+        if self._slots is ALL_SLOTS:
+            everywhere: NDArray[np.bool_] = slots != NO_SLOT
+            return everywhere
+        here: NDArray[np.bool_] = (slots >= self._slots.start) & (slots < self._slots.stop)
+        return here
 
     # -- pools -------------------------------------------------------------------
 

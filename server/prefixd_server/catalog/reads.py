@@ -48,7 +48,8 @@ class CatalogReads:
         """Durable copies dropped since somebody last took this list."""
         self.columns = BlockColumns(block_count_max)
         self.keys = KeyTable(self.columns, seed)
-        self.tree = PrefixTree(self.columns, block_count_max)
+        devices = {tier: table.device_slots for tier, table in tiers.items() if table.device_count > 1}
+        self.tree = PrefixTree(self.columns, block_count_max, devices)
         self.slots = dict(tiers)
         self.namespaces = Namespaces()
         self.journal = Journal()
@@ -108,19 +109,23 @@ class CatalogReads:
             held[with_copy] |= table.leases[slots[with_copy]] > (tier in self.durable)
         return held
 
-    def evictable(self, tier: Tier) -> Callable[[int, int], int]:
-        """How many of a node's deepest copies may leave `tier` now (base/views.py, Evictable).
+    def evictable(self, tier: Tier, device: int = 0) -> Callable[[int, int], int]:
+        """How many of a node's deepest copies may leave a device of `tier` now (base/views.py, Evictable).
 
         A copy may leave when it is visible, resident, unleased and unpinned, and
         when no block would stay behind without its parent.
         """
         table, placed = self.slots[tier], self.columns.slot[tier]
         unleased = int(tier in self.durable)
-        lengths, here = self.tree.nodes.mv.length, self.tree.tiers[tier].copies_view
-        elsewhere = [self.tree.tiers[other].copies_view for other in self.slots if other is not tier]
+        lengths, here = self.tree.nodes.mv.length, self.tree.presences[tier, device].copies_view
+        elsewhere = [
+            presence.copies_view
+            for (other, _), presence in self.tree.presences.items()
+            if other is not tier and other in self.slots
+        ]
 
         def count(node: int, limit: int) -> int:
-            rows = self.tree.tail_rows(tier, node, limit)
+            rows = self.tree.tail_rows(tier, node, limit, device)
             if len(rows) == 0:
                 return 0
             slots = placed.take(rows)
@@ -130,21 +135,21 @@ class CatalogReads:
             others = [copies[node] for copies in elsewhere]
             if not any(others) and here[node] == lengths[node]:
                 # No block has another copy, so they go from the tail on or not at all.
-                return leading(free_to_go) if self.tree.ends_with(tier, int(rows[0])) else 0
+                return leading(free_to_go) if self.tree.ends_with(tier, int(rows[0]), device) else 0
             if lengths[node] not in others:
-                free_to_go &= self._leaves_no_orphan(tier, rows)
+                free_to_go &= self._leaves_no_orphan(tier, rows, device)
             return leading(free_to_go)
 
         return count
 
-    def _leaves_no_orphan(self, tier: Tier, rows: Rows) -> NDArray[np.bool_]:
-        """Of a node's deepest copies in `tier`, which have another, or no block below that would stay."""
+    def _leaves_no_orphan(self, tier: Tier, rows: Rows, device: int) -> NDArray[np.bool_]:
+        """Of a node's deepest copies there, which have one in another tier, or no block below that stays."""
         kept_elsewhere = np.zeros(len(rows), dtype=np.bool_)
         for other in self.slots:
             if other is not tier:
                 kept_elsewhere |= self.columns.slot[other].take(rows) != NO_SLOT
         childless = np.empty(len(rows), dtype=np.bool_)
-        childless[0] = self.tree.ends_with(tier, int(rows[0]))
+        childless[0] = self.tree.ends_with(tier, int(rows[0]), device)
         childless[1:] = ~kept_elsewhere[:-1] & (self.columns.parent.take(rows[:-1]) == rows[1:])
         return kept_elsewhere | childless
 

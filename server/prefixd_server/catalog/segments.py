@@ -2,20 +2,24 @@
 
 The base of SlotTable (slots.py), which adds the transitions of single slots.
 A segment serves one pool, so one slot size, at a time. A held segment is being
-emptied: its slots live on and nothing new is allocated in it.
+emptied: its slots live on and nothing new is allocated in it. A tier lies on one
+device or on several, each with as many segments in a row; room is sought on one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, SLOT_ALIGNMENT_BYTES, Rows, SlotState, Tier
+from prefixd_server.base.types import NO_ROW, SLOT_ALIGNMENT_BYTES, Rows, Slots, SlotState, Tier
 from prefixd_server.catalog.freeruns import RUN_BYTES, FreeRuns
 from prefixd_server.catalog.reserved import reserve
 
+PoolOn: TypeAlias = tuple[int, int]
+"""A pool on a device."""
 NO_POOL = -1
 _PAGE_BYTES = 4096
 
@@ -41,13 +45,17 @@ class SegmentTable:
     Args:
         tier: whose slots these are.
         segment_bytes: of every segment, a multiple of SLOT_ALIGNMENT_BYTES.
-        segment_count: segments of the tier.
+        segment_count: segments of the tier, on all devices.
+        device_count: devices that they lie on; a divisor of segment_count.
     """
 
-    def __init__(self, tier: Tier, segment_bytes: int, segment_count: int) -> None:
+    def __init__(self, tier: Tier, segment_bytes: int, segment_count: int, device_count: int = 1) -> None:
+        assert segment_count % device_count == 0, "every device has as many segments"
         self.tier = tier
         self.segment_bytes = segment_bytes
         self.segment_count = segment_count
+        self.device_count = device_count
+        self._segments_per_device = segment_count // device_count
         self.stride = segment_bytes // SLOT_ALIGNMENT_BYTES
         """Slot ids per segment: the most slots that one can have."""
         length = self.stride * segment_count
@@ -60,25 +68,26 @@ class SegmentTable:
         self._segments = [Segment() for _ in range(segment_count)]
         self._pool_of = np.full(segment_count, NO_POOL, dtype=np.int32)
         self._segments_of: dict[int, list[int]] = {}
-        self._free_of: dict[int, FreeRuns] = {}
+        self._free_of: dict[PoolOn, FreeRuns] = {}
         self._held_free: dict[int, FreeRuns] = {}
         """Free slots of held segments, by segment."""
-        self._tally: dict[int, list[int]] = {}
-        """Slots by SlotState, per pool."""
+        self._tally: dict[PoolOn, list[int]] = {}
+        """Slots by SlotState, per pool and device."""
         self._touched = np.zeros(segment_count, dtype=np.int64)
         """Most slots that each segment ever had."""
 
     def assign(self, segment: int, pool: int, slot_bytes: int, segment_id: int, generation: int = 0) -> None:
         """An unassigned segment serves `pool` from now on, all its slots FREE."""
         first, end = self._serve(segment, Segment(pool, slot_bytes, 0, segment_id, generation))
-        self._free_of[pool].add(first, end)
-        self._tally[pool][SlotState.FREE] += end - first
+        where = pool, self.device_of(segment)
+        self._free_of[where].add(first, end)
+        self._tally[where][SlotState.FREE] += end - first
 
     def adopt(self, segment: int, pool: int, slot_bytes: int, segment_id: int, generation: int) -> None:
         """assign(), all its slots RESERVED: what lies in them is still to be found out."""
         first, end = self._serve(segment, Segment(pool, slot_bytes, 0, segment_id, generation))
         self.state[first:end] = SlotState.RESERVED
-        self._tally[pool][SlotState.RESERVED] += end - first
+        self._tally[pool, self.device_of(segment)][SlotState.RESERVED] += end - first
 
     def _serve(self, segment: int, record: Segment) -> tuple[int, int]:
         """Writes down what an unassigned segment serves; its slots, [first, end)."""
@@ -94,9 +103,10 @@ class SegmentTable:
         first = segment * self.stride
         self.row[first : first + count] = NO_ROW
         self._touched[segment] = max(int(self._touched[segment]), count)
-        if pool not in self._free_of:
-            self._free_of[pool] = FreeRuns(self.stride)
-            self._tally[pool] = [0] * len(SlotState)
+        where = pool, self.device_of(segment)
+        if where not in self._free_of:
+            self._free_of[where] = FreeRuns(self.stride)
+            self._tally[where] = [0] * len(SlotState)
         return first, first + count
 
     def unassign(self, segment: int) -> None:
@@ -105,7 +115,7 @@ class SegmentTable:
         assert record.pool != NO_POOL, f"segment {segment} serves nobody"
         assert self.is_empty(segment), f"segment {segment} is not empty"
         self._runs_of(segment).take_segment(segment * self.stride)
-        self._tally[record.pool][SlotState.FREE] -= record.slot_count
+        self._tally[record.pool, self.device_of(segment)][SlotState.FREE] -= record.slot_count
         self._segments_of[record.pool].remove(segment)
         self._pool_of[segment] = NO_POOL
         self._held_free.pop(segment, None)
@@ -118,7 +128,9 @@ class SegmentTable:
         assert not record.held, f"segment {segment} is held already"
         record.held = True
         aside = self._held_free[segment] = FreeRuns(self.stride)
-        for start, end in self._free_of[record.pool].take_segment(segment * self.stride):
+        for start, end in self._free_of[record.pool, self.device_of(segment)].take_segment(
+            segment * self.stride
+        ):
             aside.add(start, end)
 
     def unhold(self, segment: int) -> None:
@@ -128,7 +140,7 @@ class SegmentTable:
             record = self._segments[segment]
             record.held = False
             for start, end in aside.runs():
-                self._free_of[record.pool].add(start, end)
+                self._free_of[record.pool, self.device_of(segment)].add(start, end)
 
     def is_held(self, segment: int) -> bool:
         """Whether hold() is in force."""
@@ -153,6 +165,26 @@ class SegmentTable:
     def unassigned(self) -> list[int]:
         """Segments that serve nobody, ascending."""
         return np.flatnonzero(self._pool_of == NO_POOL).tolist()
+
+    def device_of(self, segment: int) -> int:
+        """The device that a segment lies on."""
+        return segment // self._segments_per_device
+
+    def segments_on(self, device: int) -> range:
+        """The segments of a device."""
+        first = device * self._segments_per_device
+        return range(first, first + self._segments_per_device)
+
+    @property
+    def device_slots(self) -> list[range]:
+        """The slot ids of each device."""
+        count = self.stride * self._segments_per_device
+        return [range(device * count, (device + 1) * count) for device in range(self.device_count)]
+
+    def devices_of(self, slots: Slots) -> NDArray[np.uint32]:
+        """The device that each slot lies on; none that there is for NO_SLOT."""
+        devices: NDArray[np.uint32] = slots // np.uint32(self.stride * self._segments_per_device)
+        return devices
 
     def slots_in(self, segment: int) -> slice:
         """The slot ids of a segment's slots."""
@@ -188,14 +220,14 @@ class SegmentTable:
         """Bytes of the slot, its stride."""
         return self._segments[slot // self.stride].slot_bytes
 
-    def free_count(self, pool: int) -> int:
-        """Slots that can be allocated now: FREE and not in a held segment."""
-        runs = self._free_of.get(pool)
+    def free_count(self, pool: int, device: int = 0) -> int:
+        """Slots that can be allocated on the device now: FREE and not in a held segment."""
+        runs = self._free_of.get((pool, device))
         return 0 if runs is None else runs.slot_count
 
-    def slot_count(self, pool: int) -> int:
-        """Slots of the pool in all."""
-        return sum(self._tally.get(pool, ()))
+    def slot_count(self, pool: int, device: int = 0) -> int:
+        """Slots of the pool on the device."""
+        return sum(self._tally.get((pool, device), ()))
 
     @property
     def touched_bytes(self) -> int:
@@ -209,4 +241,5 @@ class SegmentTable:
 
     def _runs_of(self, segment: int) -> FreeRuns:
         aside = self._held_free.get(segment)
-        return self._free_of[self._segments[segment].pool] if aside is None else aside
+        pool = self._segments[segment].pool
+        return self._free_of[pool, self.device_of(segment)] if aside is None else aside

@@ -17,7 +17,7 @@ from prefixd_server.catalog.freeruns import FreeRuns
 from prefixd_server.catalog.passes import Problems, Steps, gathered, named, stretches
 
 if TYPE_CHECKING:
-    from prefixd_server.catalog.segments import SegmentTable
+    from prefixd_server.catalog.segments import PoolOn, SegmentTable
 
 COUNTED = 1 << 16
 """Slots counted in a step."""
@@ -26,8 +26,8 @@ COUNTED = 1 << 16
 def audit_slots(
     table: SegmentTable,
     segments_of: Mapping[int, Sequence[int]],
-    tally: Mapping[int, Sequence[int]],
-    free_of: Mapping[int, FreeRuns],
+    tally: Mapping[PoolOn, Sequence[int]],
+    free_of: Mapping[PoolOn, FreeRuns],
     held_free: Mapping[int, FreeRuns],
 ) -> Steps:
     """What is wrong, in words; empty when everything holds."""
@@ -35,7 +35,7 @@ def audit_slots(
     yield [f"{name}: {words}" for words in _segments(table, segments_of, held_free)]
     for segment in range(table.segment_count):
         for first, end in stretches(max(1, table.segment(segment).slot_count)):
-            runs = held_free.get(segment) or free_of.get(table.pool_of(segment))
+            runs = held_free.get(segment) or free_of.get(_place(table, segment))
             problems = _states(table, segment, first, end) + _runs(table, runs, segment, first, end)
             yield [f"{name}: segment {segment}: {words}" for words in problems]
     for problems in _counts(table, tally, free_of, held_free):
@@ -102,27 +102,28 @@ def _runs(table: SegmentTable, runs: FreeRuns | None, segment: int, first: int, 
 
 def _counts(
     table: SegmentTable,
-    tally: Mapping[int, Sequence[int]],
-    free_of: Mapping[int, FreeRuns],
+    tally: Mapping[PoolOn, Sequence[int]],
+    free_of: Mapping[PoolOn, FreeRuns],
     held_free: Mapping[int, FreeRuns],
 ) -> Steps:
     """Slots by state of every pool; runs and slots that are FREE, of pools and of held segments."""
     states = yield from gathered(lambda: [table.state[part] for part in _parts(table)])
     lengths = [part.stop - part.start for part in _parts(table)]
-    pools = [table.pool_of(segment) for segment in range(table.segment_count)]
-    tallies = {pool: list(counts) for pool, counts in tally.items()}
-    told = {(pool, False): (free.run_count, free.slot_count) for pool, free in free_of.items()}
+    places = [_place(table, segment) for segment in range(table.segment_count)]
+    tallies = {place: list(counts) for place, counts in tally.items()}
+    told: dict[tuple[PoolOn | int, bool], tuple[int, int]] = {}
+    told |= {(place, False): (free.run_count, free.slot_count) for place, free in free_of.items()}
     told |= {(segment, True): (free.run_count, free.slot_count) for segment, free in held_free.items()}
     yield []
-    by_state = {pool: np.zeros(len(SlotState), dtype=np.int64) for pool in tallies}
-    found: Counter[tuple[int, bool, str]] = Counter()
+    by_state = {place: np.zeros(len(SlotState), dtype=np.int64) for place in tallies}
+    found: Counter[tuple[PoolOn | int, bool, str]] = Counter()
     at = 0
     for segment, length in enumerate(lengths):
         held = (segment, True) in told
-        owner = (segment if held else pools[segment], held)
+        owner = (segment if held else places[segment], held)
         for first, end in stretches(length, COUNTED):
             part = states[at + first : at + end]
-            by_state[pools[segment]] += np.bincount(part, minlength=len(SlotState))[: len(SlotState)]
+            by_state[places[segment]] += np.bincount(part, minlength=len(SlotState))[: len(SlotState)]
             free = part == SlotState.FREE
             before = first > 0 and states[at + first - 1] == SlotState.FREE
             found[*owner, "runs"] += int(np.count_nonzero(free[1:] & ~free[:-1])) + int(
@@ -132,9 +133,9 @@ def _counts(
             yield []
         at += length
     yield [
-        f"pool {pool} counts {tallies[pool]} slots by state, there are {counts.tolist()}"
-        for pool, counts in by_state.items()
-        if counts.tolist() != tallies[pool]
+        f"pool {place[0]} counts {tallies[place]} slots by state, there are {counts.tolist()}"
+        for place, counts in by_state.items()
+        if counts.tolist() != tallies[place]
     ]
     yield named(
         any(counts != (found[*owner, "runs"], found[*owner, "slots"]) for owner, counts in told.items()),
@@ -150,6 +151,11 @@ def _leased(table: SegmentTable) -> Steps:
         yield []
         found += int(np.count_nonzero(leases[first:end]))
     yield named(found != counted, f"{counted} slots are counted as leased, there are {found}")
+
+
+def _place(table: SegmentTable, segment: int) -> PoolOn:
+    """The pool that a segment serves, and the device that it lies on."""
+    return table.pool_of(segment), table.device_of(segment)
 
 
 def _parts(table: SegmentTable) -> list[slice]:

@@ -52,8 +52,8 @@ class SlotTable(SegmentTable):
 
     # -- transitions ---------------------------------------------------------------------------
 
-    def allocate(self, pool: int, count: int, after: int | None = None) -> Slots:
-        """FREE -> RESERVED for up to `count` slots of the pool, in as few extents as there can be.
+    def allocate(self, pool: int, count: int, after: int | None = None, device: int = 0) -> Slots:
+        """FREE -> RESERVED for up to `count` slots of the pool on a device, in as few extents as can be.
 
         Args:
             after: a slot of the pool that the first one should follow, so that a run is continued.
@@ -61,13 +61,13 @@ class SlotTable(SegmentTable):
         Returns:
             The slots in the order in which a run should fill them; fewer when fewer are free.
         """
-        runs = self._free_of.get(pool)
+        runs = self._free_of.get((pool, device))
         if runs is None or runs.slot_count == 0:
             return np.zeros(0, dtype=np.uint32)
         slots = slots_of(runs.take(count, after))
         assert not self.state[slots].any(), "allocated a slot that is not free"
         self.state[slots] = _RESERVED
-        tally = self._tally[pool]
+        tally = self._tally[pool, device]
         tally[_FREE] -= len(slots)
         tally[_RESERVED] += len(slots)
         return slots
@@ -150,15 +150,17 @@ class SlotTable(SegmentTable):
             return
         before = self.state[slots]
         self.state[slots] = to
-        pools = self._pool_of[slots // np.uint32(self.stride)]
-        if (pools == pools[0]).all():
-            self._count(int(pools[0]), before, to)
+        places = self._pool_of[slots // np.uint32(self.stride)]
+        if self.device_count > 1:
+            places = places * self.device_count + self.devices_of(slots).astype(np.int32)
+        if (places == places[0]).all():
+            self._count(int(places[0]), before, to)
         else:
-            for pool in np.unique(pools).tolist():
-                self._count(pool, before[pools == pool], to)
+            for place in np.unique(places).tolist():
+                self._count(place, before[places == place], to)
 
-    def _count(self, pool: int, before: NDArray[np.uint8], to: int) -> None:
-        tally = self._tally[pool]
+    def _count(self, place: int, before: NDArray[np.uint8], to: int) -> None:
+        tally = self._tally[divmod(place, self.device_count)]
         for state, left in enumerate(np.bincount(before).tolist()):
             tally[state] -= left
         tally[to] += len(before)
@@ -198,9 +200,11 @@ class SlotTable(SegmentTable):
             )
         return tuple(extents)
 
-    def counts(self, pool: int | None = None) -> SlotCounts:
-        """Slots by state, of one pool or of all; those of held segments included."""
-        chosen = list(self._tally.values()) if pool is None else [self._tally.get(pool, [0] * _STATE_COUNT)]
+    def counts(self, pool: int | None = None, device: int | None = None) -> SlotCounts:
+        """Slots by state, of one pool or all, on one device or all; those of held segments included."""
+        devices = range(self.device_count) if device is None else (device,)
+        places = self._tally if pool is None else [(pool, on) for on in devices if (pool, on) in self._tally]
+        chosen = [self._tally[place] for place in places if place[1] in devices]
         total = [sum(tally[state] for tally in chosen) for state in range(_STATE_COUNT)]
         return SlotCounts(
             total[_FREE], total[_RESERVED], total[_RESIDENT] + total[_EVICTING], total[_QUARANTINED]
@@ -215,7 +219,7 @@ class SlotTable(SegmentTable):
             assigned_bytes=sum(self.segment_count_of(pool) for pool in pools) * self.segment_bytes,
             segment_count=self.segment_count,
             segment_bytes=self.segment_bytes,
-            slot_count=sum(self.slot_count(pool) for pool in pools),
+            slot_count=sum(c.total for c in counts),
             free_slot_count=sum(c.free for c in counts),
             reserved_slot_count=sum(c.reserved for c in counts),
             resident_slot_count=sum(c.resident for c in counts),
@@ -226,11 +230,11 @@ class SlotTable(SegmentTable):
         """Leases on all slots together."""
         return sum(int(self.leases[self.slots_in(segment)].sum()) for segment in range(self.segment_count))
 
-    def slots_with_row(self) -> Slots:
-        """Slots that hold a block's copy, whole or being written, ascending."""
+    def slots_with_row(self, segments: range | None = None) -> Slots:
+        """Slots, of these segments or all, that hold a block's copy, whole or being written; ascending."""
         found = [
             np.flatnonzero(self.row[self.slots_in(s)] >= 0) + s * self.stride
-            for s in range(self.segment_count)
+            for s in segments or range(self.segment_count)
         ]
         return np.concatenate(found).astype(np.uint32)
 

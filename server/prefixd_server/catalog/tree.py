@@ -15,10 +15,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
+from prefixd_server.base.types import NO_ROW, Rows, Tier
 from prefixd_server.base.views import Evictable
 from prefixd_server.catalog.columns import TOUCH_BYTES, BlockColumns
-from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NODES_WITHOUT_BLOCKS_MAX, NodeColumns
+from prefixd_server.catalog.nodes import (
+    NO_NODE,
+    NODE_LENGTH_MAX,
+    NODES_WITHOUT_BLOCKS_MAX,
+    ONE_EACH,
+    Devices,
+    NodeColumns,
+)
 from prefixd_server.catalog.passes import everything
 from prefixd_server.catalog.tree_audit import audit_tree
 from prefixd_server.catalog.tree_view import PoolView
@@ -32,10 +39,11 @@ class PrefixTree(TreeWalks):
         columns: of the blocks; rows are the caller's, who allocates and frees them.
         node_count_max: most nodes; as many as blocks can always be needed, and the
             roots of spaces and pools come on top.
+        devices: of tiers that lie on several.
     """
 
-    def __init__(self, columns: BlockColumns, node_count_max: int) -> None:
-        super().__init__(columns, NodeColumns(node_count_max + NODES_WITHOUT_BLOCKS_MAX))
+    def __init__(self, columns: BlockColumns, node_count_max: int, devices: Devices = ONE_EACH) -> None:
+        super().__init__(columns, NodeColumns(node_count_max + NODES_WITHOUT_BLOCKS_MAX, devices), devices)
         self.last_use: NDArray[np.float64] = self.nodes.last_use
         self.use_count: NDArray[np.uint32] = self.nodes.use_count
         self.attention: NDArray[np.float32] = self.nodes.attention
@@ -54,12 +62,12 @@ class PrefixTree(TreeWalks):
         if pool_node is None:
             pool_node = self.pool_nodes[pool] = self._new_node(0, 0.0)
             self.nodes.mv.parent[pool_node] = NO_NODE
-            for presence in self.tiers.values():
+            for presence in self.presences.values():
                 presence.add_pool(pool_node)
         root = self.space_roots[space] = self._new_node(space, 0.0)
         self._block_counts[space] = 0
         self._adopt(pool_node, root)
-        for presence in self.tiers.values():
+        for presence in self.presences.values():
             presence.add_space(space, pool_node)
 
     def drop_space(self, space: int) -> None:
@@ -70,7 +78,7 @@ class PrefixTree(TreeWalks):
         assert self._block_counts.pop(space) == 0, "a dropped space still has blocks"
         self._disown(root)
         self.nodes.free_one(root)
-        for presence in self.tiers.values():
+        for presence in self.presences.values():
             presence.drop_space(space)
 
     def block_count(self, space: int) -> int:
@@ -192,10 +200,10 @@ class PrefixTree(TreeWalks):
         mv.head[node] = int(self.upward(mv.tail[node], length - upper_length)[-1])
         self._adopt(above, upper)
         self._adopt(upper, node)
-        for presence in self.tiers.values():
+        for presence in self.presences.values():
             held = presence.copies_view[node]
             if held and held < length:
-                held = int((self.columns.slot[presence.tier][rows] != NO_SLOT).sum())
+                held = int(presence.holds(self.columns.slot[presence.tier][rows]).sum())
             presence.split(upper, node, min(held, upper_length))
         return upper
 
@@ -269,7 +277,7 @@ class PrefixTree(TreeWalks):
         last_use = self.nodes.mv.last_use
         for node in path:
             last_use[node] = now
-        for presence in self.tiers.values():
+        for presence in self.presences.values():
             if presence.used:
                 presence.touch(path)
 
@@ -281,13 +289,15 @@ class PrefixTree(TreeWalks):
         A node that had no copies there takes its place in the recency list right before
         its nearest ancestor, or the newest place where there is none.
         """
-        for node, count in self._counted(rows):
-            self.tiers[tier].add(node, count)
+        for presence, part in self.by_device(tier, rows):
+            for node, count in self._counted(part):
+                presence.add(node, count)
 
     def copies_dropped(self, tier: Tier, rows: Rows) -> None:
-        """These blocks, which had one, have no copy in the tier any more."""
-        for node, count in self._counted(rows):
-            self.tiers[tier].drop(node, count)
+        """These blocks are about to lose their copy in the tier: their slots still say where it lies."""
+        for presence, part in self.by_device(tier, rows):
+            for node, count in self._counted(part):
+                presence.drop(node, count)
 
     def _counted(self, rows: Rows) -> list[tuple[int, int]]:
         """(node, rows of it) for each stretch of rows of one node."""
@@ -350,19 +360,12 @@ class PrefixTree(TreeWalks):
             mv.length[node] = left
             mv.tail[node] = above
             return
-        for presence in self.tiers.values():
+        for presence in self.presences.values():
             assert not presence.copies_view[node], "copies are dropped first"
         self._disown(node)
         self.nodes.free_one(node)
 
     # -- views and accounts --------------------------------------------------------------------
-
-    def ends_with(self, tier: Tier, row: int) -> bool:
-        """Whether no block would be left below `row` once the tier's copies below it are gone."""
-        node = self.columns.mv.node[row]
-        if self.nodes.mv.tail[node] != row:
-            return False
-        return not any(p.kids_view[node] for other, p in self.tiers.items() if other is not tier)
 
     def view(
         self,
@@ -371,6 +374,7 @@ class PrefixTree(TreeWalks):
         evictable: Evictable,
         without: NDArray[np.bool_] | None = None,
         after: int = NO_NODE,
+        device: int = 0,
     ) -> PoolView:
         """What a policy sees of one pool of one tier; cheap to make, and good for as long as the tree.
 
@@ -378,14 +382,15 @@ class PrefixTree(TreeWalks):
             evictable: how many of a node's deepest copies may go now (base/views.py).
             without: by node, what to leave out; the view is good until the next change then.
             after: with that, where its walk by age goes on (tree_view.py).
+            device: of the tier, whose copies alone are seen.
         """
         pool_node = self.pool_nodes.get(pool, NO_NODE)
-        return PoolView(self, self.tiers[tier], pool_node, evictable, without, after)
+        return PoolView(self, self.presences[tier, device], pool_node, evictable, without, after)
 
     @property
     def touched_bytes(self) -> int:
         """Memory in use, as Columns counts it."""
-        arrays = [array for presence in self.tiers.values() for array in presence.leaf_arrays.values()]
+        arrays = [array for presence in self.presences.values() for array in presence.leaf_arrays.values()]
         pieces = sum(-(-array.count_high_water * 4 // TOUCH_BYTES) for array in arrays)
         return self.nodes.touched_bytes + pieces * TOUCH_BYTES
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows
+from prefixd_server.base.types import NO_ROW, Rows
 from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX
 from prefixd_server.catalog.passes import STRETCH, Problems, Steps, StepsTo, copied, marked, named, stretches
 from prefixd_server.catalog.presence import Presence
@@ -34,9 +34,9 @@ def audit_tree(tree: PrefixTree) -> Steps:
     yield from _lengths(tree)
     for first, end in stretches(tree.columns.rows_end):
         yield _blocks(tree, tree.columns.in_use(first, end))
-        for presence in tree.tiers.values():
+        for presence in tree.presences.values():
             yield from _copies(tree, presence, tree.columns.in_use(first, end))
-    for presence in tree.tiers.values():
+    for presence in tree.presences.values():
         yield from audit_presence(tree, presence)
 
 
@@ -138,7 +138,7 @@ def _copies(tree: PrefixTree, presence: Presence, rows: Rows) -> Steps:
     """A node has as many copies here as its blocks have slots. Nodes that are here in part are walked."""
     node = tree.columns.node[rows]
     copies, length = presence.copies[node], tree.nodes.length[node]
-    held = tree.columns.slot[presence.tier][rows] != NO_SLOT
+    held = presence.holds(tree.columns.slot[presence.tier][rows])
     problem = f"tree: {presence.tier.name}: a node's copies differ from its blocks' slots"
     in_part = (copies > 0) & (copies < length)
     yield named(~in_part & ((held != (copies > 0)) | (copies > length)), problem)
@@ -154,10 +154,8 @@ def _copies(tree: PrefixTree, presence: Presence, rows: Rows) -> Steps:
 
 
 def _held(tree: PrefixTree, presence: Presence, node: int) -> int:
-    """Blocks of the node with a slot, counted from its tail up."""
-    parent, slots = tree.columns.mv.parent, tree.columns.mv.slot[presence.tier]
-    row, count = tree.nodes.mv.tail[node], 0
-    for _ in range(tree.nodes.mv.length[node]):
-        count += slots[row] != NO_SLOT
-        row = parent[row]
-    return count
+    """Blocks of the node with a slot here, counted from its tail up."""
+    parent, rows = tree.columns.mv.parent, [tree.nodes.mv.tail[node]]
+    for _ in range(tree.nodes.mv.length[node] - 1):
+        rows.append(parent[rows[-1]])
+    return int(np.count_nonzero(presence.holds(tree.columns.slot[presence.tier][rows])))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
 from prefixd_server.base.views import Nodes
 from prefixd_server.catalog.columns import BlockColumns
-from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, NodeColumns
-from prefixd_server.catalog.presence import Presence
+from prefixd_server.catalog.nodes import NO_NODE, NODE_LENGTH_MAX, Devices, NodeColumns
+from prefixd_server.catalog.presence import ALL_SLOTS, Presence
 
 _SCALAR_WALK_MAX = 12
 _TAIL_PIECE_MIN = 64
@@ -24,12 +24,23 @@ _NOTHING: Rows = np.zeros(0, dtype=np.int32)
 
 
 class TreeWalks:
-    """The reading half of PrefixTree."""
+    """The reading half of PrefixTree.
 
-    def __init__(self, columns: BlockColumns, nodes: NodeColumns) -> None:
+    Args:
+        devices: of tiers that lie on several.
+    """
+
+    def __init__(self, columns: BlockColumns, nodes: NodeColumns, devices: Devices) -> None:
         self.columns = columns
         self.nodes = nodes
-        self.tiers = {tier: Presence(tier, nodes) for tier in Tier}
+        self.presences = {
+            (tier, device): Presence(tier, nodes, device, slots)
+            for tier in Tier
+            for device, slots in enumerate(devices.get(tier, (ALL_SLOTS,)))
+        }
+        """By tier and device."""
+        self.tiers = {tier: self.presences[tier, 0] for tier in Tier if tier not in devices}
+        """Of tiers that lie on one device."""
 
     # -- along one node ------------------------------------------------------------------------
 
@@ -57,10 +68,11 @@ class TreeWalks:
         length = self.nodes.mv.length[node]
         return self.upward(self.nodes.mv.tail[node], length)[::-1] if length else _NOTHING
 
-    def tail_rows(self, tier: Tier, node: int, limit: int) -> Rows:
-        """Up to `limit` rows of the node that have a copy in `tier`, deepest first."""
+    def tail_rows(self, tier: Tier, node: int, limit: int, device: int = 0) -> Rows:
+        """Up to `limit` rows of the node that have a copy in `tier` on the device, deepest first."""
         left, row = self.nodes.mv.length[node], self.nodes.mv.tail[node]
-        if left and limit > 0 and self.tiers[tier].copies_view[node] == left:
+        presence = self.presences[tier, device]
+        if left and limit > 0 and presence.copies_view[node] == left:
             return self.upward(row, min(left, limit))
         slots = self.columns.slot[tier]
         found: list[Rows] = []
@@ -69,13 +81,33 @@ class TreeWalks:
             piece = self.upward(row, min(left, max(wanted, _TAIL_PIECE_MIN) if found else wanted))
             left -= len(piece)
             row = self.columns.mv.parent[int(piece[-1])]
-            held = slots.take(piece) != NO_SLOT
+            held = presence.holds(slots.take(piece))
             chosen = piece if held.all() else piece[held]
             found.append(chosen[:wanted])
             wanted -= len(found[-1])
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else _NOTHING
+
+    def by_device(self, tier: Tier, rows: Rows) -> Iterator[tuple[Presence, Rows]]:
+        """Blocks with a copy in the tier, by where it lies."""
+        only = self.tiers.get(tier)
+        if only is not None:
+            yield only, rows
+            return
+        slots = self.columns.slot[tier].take(rows)
+        for presence in self.presences.values():
+            if presence.tier is tier:
+                part = rows[presence.holds(slots)]
+                if len(part):
+                    yield presence, part
+
+    def ends_with(self, tier: Tier, row: int, device: int = 0) -> bool:
+        """Whether no block would be left below `row` once the copies there below it are gone."""
+        node = self.columns.mv.node[row]
+        if self.nodes.mv.tail[node] != row:
+            return False
+        return not any(p.kids_view[node] for where, p in self.presences.items() if where != (tier, device))
 
     # -- across nodes --------------------------------------------------------------------------
 
