@@ -205,17 +205,19 @@ def test_kv_in_host_memory_needs_no_gpu() -> None:
         torch.randn(6, 16, 2, 8).permute(0, 2, 1, 3),
         torch.randn(6, 3, 2, 16, 8)[:, 1],
         torch.randn(9, 2, 16, 8)[2:8],
+        torch.randn(24, 2, 4, 8),
     ],
-    ids=["dense", "heads behind tokens", "block outermost", "behind another layer"],
+    ids=["dense", "heads behind tokens", "block outermost", "behind another layer", "split in four"],
 )
 def test_a_layer_is_rows_of_the_same_memory(layer: torch.Tensor) -> None:
-    memory, rows = KvMemory.of({"a": layer}, ["a"], 6), rows_of(layer)
+    memory = KvMemory.of({"a": layer}, ["a"], 6)
+    (rows,) = rows_of(memory)
     assert rows.shape == (6, memory.block_bytes)
     assert [row.data_ptr() for row in rows] == [pieces[0][0] for pieces in memory.pieces(range(6))]
     words, ids = rows.view(torch.int64), torch.tensor([4, 1])
     run = torch.zeros(2, words.shape[1], dtype=torch.int64)
     before = layer.clone()
     gather([words], ids, run)
-    layer[ids] = 0
+    words[ids] = 0
     scatter(run, [words], ids)
     assert torch.equal(layer, before)

@@ -199,7 +199,7 @@ class TorchGpu:
             for name, shape in LAYERS.items()
         }
         self.memory = KvMemory.of(self.tensors, list(LAYERS), BLOCKS)
-        self._paging = TorchPaging(list(self.tensors.values()))
+        self._paging = TorchPaging(self.memory)
         self.compute_stream = self._paging.compute_stream
         self.gate = Gate()
 

@@ -134,6 +134,13 @@ def test_blocks_of_a_block_outermost_layout_are_found() -> None:
     assert memory.pieces([3]) == [((whole[3, 0].data_ptr(), 2048), (whole[3, 1].data_ptr(), 2048))]
 
 
+def test_a_block_that_the_attention_backend_splits_is_all_its_parts() -> None:
+    layer = torch.zeros(12, 2, 16, 8)
+    memory = KvMemory.of({"a": layer}, ["a"], 6)
+    assert memory.pieces([4]) == [((layer[8].data_ptr(), 2048),)]
+    assert memory.layouts[0].shape == (2, 2, 16, 8)
+
+
 def test_blocks_are_dense_in_any_order_of_their_dimensions() -> None:
     memory = KvMemory.of({"a": torch.zeros(6, 32, 2, 8).permute(0, 2, 1, 3)}, ["a"], 6)
     assert memory.layouts[0].strides == (8, 16, 1)
@@ -147,10 +154,10 @@ def test_blocks_are_dense_in_any_order_of_their_dimensions() -> None:
         torch.zeros(6, 2, 32, 16)[..., :8],
         torch.zeros(6, 4, device="meta"),
         [1, 2],
-        torch.zeros(12, 2, 16, 8),
         torch.zeros(2, 6, 32, 8),
+        torch.zeros(12, 2, 2, 16, 8)[:, 0],
     ],
-    ids=["scattered", "on another device", "no tensor", "split blocks", "K and V outermost"],
+    ids=["scattered", "on another device", "no tensor", "K and V outermost", "parts apart"],
 )
 def test_memory_that_cannot_be_copied_block_by_block_is_refused(tensor) -> None:
     with pytest.raises(UnsupportedEngine):

@@ -123,7 +123,7 @@ def open_copies(memory: KvMemory, device_uuid: str) -> KvCopies:
     from .torch_paging import TorchPaging  # noqa: PLC0415 - takes torch, which host memory does not need
 
     try:
-        return DeviceCopies(memory, Driver(device_uuid), TorchPaging(memory.tensors))
+        return DeviceCopies(memory, Driver(device_uuid), TorchPaging(memory))
     except DeviceFault as fault:
         raise UnsupportedEngine(
             f"KV on the GPU {device_uuid or '(unnamed)'} cannot be copied ({fault})",

@@ -88,7 +88,7 @@ class KvMemory:
                 f"this worker keeps its KV on {', '.join(sorted(devices))}",
                 "give each worker one device",
             )
-        layouts = tuple(_layout_of(tensor) for tensor in tensors)
+        layouts = tuple(_layout_of(tensor, block_count) for tensor in tensors)
         if not all(layout.dense for layout in layouts):
             raise UnsupportedEngine(
                 "the bytes of a block are scattered in this KV cache layout", "set VLLM_KV_CACHE_LAYOUT=LBHNC"
@@ -96,7 +96,7 @@ class KvMemory:
         return cls(
             layouts=layouts,
             bases=np.array([tensor.data_ptr() for tensor in tensors], np.int64),
-            strides=np.array([tensor.stride(0) * tensor.element_size() for tensor in tensors], np.int64),
+            strides=np.array([_block_stride_bytes(tensor, block_count) for tensor in tensors], np.int64),
             block_count=block_count,
             tensors=tuple(tensors),
             on_device=tensors[0].device.type != "cpu",
@@ -123,11 +123,21 @@ class KvMemory:
         return [tuple(zip(row, sizes, strict=True)) for row in addresses]
 
 
-def _layout_of(tensor: Any) -> LayerLayout:
+def _block_stride_bytes(tensor: Any, block_count: int) -> int:
+    """From one of the scheduler's blocks to the next. An attention backend may split each into several of its
+    own, which follow each other."""
+    return int(tensor.stride(0)) * (int(tensor.shape[0]) // block_count) * int(tensor.element_size())
+
+
+def _layout_of(tensor: Any, block_count: int) -> LayerLayout:
+    parts = int(tensor.shape[0]) // block_count
     shape = tuple(int(size) for size in tensor.shape[1:])
+    strides = tuple(int(tensor.stride(dimension)) for dimension in range(1, tensor.dim()))
+    if parts > 1:
+        shape, strides = (parts, *shape), (int(tensor.stride(0)), *strides)
     return LayerLayout(
         shape=shape,
-        strides=tuple(int(tensor.stride(dimension)) for dimension in range(1, tensor.dim())),
+        strides=strides,
         dtype=str(tensor.dtype).removeprefix("torch."),
         block_bytes=math.prod(shape) * int(tensor.element_size()),
     )
@@ -143,9 +153,8 @@ def _refuse_unreachable(name: str, tensor: Any, block_count: int) -> None:
         raise UnsupportedEngine(
             f"layer {name} keeps its KV on {tensor.device}", f"run the engine on one of {', '.join(DEVICES)}"
         )
-    if int(tensor.shape[0]) != block_count:
+    if int(tensor.shape[0]) < block_count or int(tensor.shape[0]) % block_count:
         raise UnsupportedEngine(
-            f"layer {name} has {tensor.shape[0]} blocks where the scheduler has {block_count}: the attention "
-            "backend splits them, or its first dimension is another",
-            "set --block-size to a size that the attention backend takes whole",
+            f"layer {name} has {tensor.shape[0]} blocks where the scheduler has {block_count}",
+            "choose an attention backend that keeps blocks in the first dimension",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,19 +12,17 @@ from prefixd_client.device_driver import DeviceFault
 from prefixd_client.device_memory import DeviceMemory
 from prefixd_client.device_paged import gather, scatter
 
+from .kv_memory import KvMemory
+
 WORD_BYTES = 8
 
 
 class TorchPaging:
-    """Paging by torch's own kernels, one launch a layer.
+    """Paging by torch's own kernels, one launch a layer. The KV cache is on a GPU."""
 
-    Args:
-        tensors: one a layer, on one GPU; the blocks of each are dense.
-    """
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self._device = tensors[0].device
-        rows = [rows_of(tensor) for tensor in tensors]
+    def __init__(self, memory: KvMemory) -> None:
+        self._device = memory.tensors[0].device
+        rows = rows_of(memory)
         in_words = all(_is_in_words(layer) for layer in rows)
         self._word = torch.int64 if in_words else torch.uint8
         self._layers = [layer.view(self._word) for layer in rows]
@@ -52,10 +49,13 @@ class TorchPaging:
 
     @contextmanager
     def _on(self, stream: int) -> Iterator[None]:
-        """What torch launches meanwhile goes to the stream; a device that fails is told as one."""
+        """What torch launches meanwhile goes to the stream; a device that fails is told as one.
+
+        In inference mode, in which vLLM makes its KV cache: elsewhere torch may refuse to write to it.
+        """
         try:
             ours: Any = torch.cuda.ExternalStream
-            with torch.cuda.stream(ours(stream, device=self._device)):
+            with torch.inference_mode(), torch.cuda.stream(ours(stream, device=self._device)):
                 yield
         except torch.OutOfMemoryError:
             raise
@@ -63,14 +63,16 @@ class TorchPaging:
             raise DeviceFault("TORCH", str(error)) from error
 
 
-def rows_of(tensor: Any) -> Any:
-    """A layer's blocks as rows of bytes, uint8, shape (blocks, block bytes), in whatever order its dimensions
-    lie; the same memory."""
-    width = int(tensor.element_size())
-    shape = (int(tensor.shape[0]), math.prod(tensor.shape[1:]) * width)
-    strides = (int(tensor.stride(0)) * width, 1)
-    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return rows.set_(tensor.untyped_storage(), tensor.storage_offset() * width, shape, strides)
+def rows_of(memory: KvMemory) -> list[Any]:
+    """Each layer's blocks as rows of bytes, uint8, shape (blocks, block bytes), in whatever order their
+    dimensions lie; the same memory."""
+    found = []
+    for tensor, layout, stride in zip(memory.tensors, memory.layouts, memory.strides.tolist(), strict=True):
+        start = tensor.storage_offset() * tensor.element_size()
+        shape = (memory.block_count, layout.block_bytes)
+        rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        found.append(rows.set_(tensor.untyped_storage(), start, shape, (stride, 1)))
+    return found
 
 
 def _is_in_words(rows: Any) -> bool:
