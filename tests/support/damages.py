@@ -16,6 +16,8 @@ from prefixd_server.catalog.columns import COMMITTED, VISIBLE
 from prefixd_server.catalog.nodes import NO_NODE
 
 TIER = Tier.DRAM
+POOL = (0, 0)
+"""The first pool, on the only device."""
 Damage = Callable[[Catalog], None]
 Column = Callable[[Catalog], NDArray[Any]]
 Place = Callable[[Catalog], int]
@@ -151,17 +153,17 @@ def node_leaked(catalog: Catalog) -> None:
 
 def tally_off(catalog: Catalog) -> None:
     """A pool counts one FREE slot more."""
-    catalog.slots[TIER]._tally[0][SlotState.FREE] += 1
+    catalog.slots[TIER]._tally[POOL][SlotState.FREE] += 1
 
 
 def free_run_lost(catalog: Catalog) -> None:
     """Slots that are FREE and will never be allocated."""
-    catalog.slots[TIER]._free_of[0].take(1, None)
+    catalog.slots[TIER]._free_of[POOL].take(1, None)
 
 
 def free_run_cut(catalog: Catalog) -> None:
     """A run that ends too early."""
-    runs = catalog.slots[TIER]._free_of[0]
+    runs = catalog.slots[TIER]._free_of[POOL]
     start, end = runs.runs()[0]
     runs._end_of[start] = end - 1
 
