@@ -13,10 +13,13 @@ from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 from prefixd_server.base.errors import InvalidRequest, PrefixdError, Unsupported
 from prefixd_server.base.types import HASH_COUNT_MAX, RequestPhase
+from prefixd_server.cache.turns import at_once
 from prefixd_server.rpc import checks, requests
 from prefixd_server.rpc.namespace_spec import spec_from_wire, spec_to_wire
 
 from tests.support.specs import spec
+
+releases, reports = at_once(requests.releases), at_once(requests.reports)
 
 
 def reason_of(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -174,9 +177,9 @@ def test_commit_needs_a_checksum_per_block() -> None:
 def test_bad_blocks_are_bounded_over_the_whole_release() -> None:
     half = [wire.BadBlock()] * (HASH_COUNT_MAX // 2 + 1)
     entries = [wire.LeaseRelease(token=b"t" * 16, bad_blocks=half)] * 2
-    assert len(requests.releases(entries[:1])) == 1
-    assert reason_of(requests.releases, entries) == "FIELD_INVALID"
-    assert reason_of(requests.releases, []) == "FIELD_INVALID"
+    assert len(releases(entries[:1])) == 1
+    assert reason_of(releases, entries) == "FIELD_INVALID"
+    assert reason_of(releases, []) == "FIELD_INVALID"
 
 
 def report(**fields: Any) -> wire.UsageReport:
@@ -197,7 +200,7 @@ def test_a_report_is_taken_over_field_by_field() -> None:
         stop_reason=wire.STOP_REASON_TOOL_USE,
         output_token_count=9,
     )
-    (taken,) = requests.reports([sent], lambda _: spec())
+    (taken,) = reports([sent], lambda _: spec())
     assert taken.phase is RequestPhase.FINISHED
     assert taken.hashes is not None
     assert taken.hashes.shape == (2, 4)
@@ -220,11 +223,11 @@ def test_a_report_is_taken_over_field_by_field() -> None:
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused(fields: dict[str, Any]) -> None:
-    assert reason_of(requests.reports, [report(**fields)], lambda _: spec()) == "FIELD_INVALID"
+    assert reason_of(reports, [report(**fields)], lambda _: spec()) == "FIELD_INVALID"
 
 
 def test_reports_are_bounded_in_number_and_in_hashes() -> None:
-    assert reason_of(requests.reports, [], lambda _: spec()) == "FIELD_INVALID"
-    assert reason_of(requests.reports, [report()] * 1025, lambda _: spec()) == "FIELD_INVALID"
+    assert reason_of(reports, [], lambda _: spec()) == "FIELD_INVALID"
+    assert reason_of(reports, [report()] * 1025, lambda _: spec()) == "FIELD_INVALID"
     long = report(block_hashes=[b"h" * 32] * (HASH_COUNT_MAX // 2 + 1))
-    assert reason_of(requests.reports, [long, long], lambda _: spec()) == "TOO_MANY_HASHES"
+    assert reason_of(reports, [long, long], lambda _: spec()) == "TOO_MANY_HASHES"

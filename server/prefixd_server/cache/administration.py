@@ -1,4 +1,4 @@
-"""What operators ask and order: describe, list, evict, pin, drop, statistics."""
+"""What operators ask and order: describe, list, pin, drop, statistics. Not here: evict (evicting.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.catalog.columns import PINNED, VISIBLE
-from prefixd_server.catalog.events import BlocksRemoved, PinChanged
+from prefixd_server.catalog.events import PinChanged
 from prefixd_server.catalog.leases import ReadLease, WriteLease
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.media.movers import CallJob
@@ -198,45 +198,6 @@ class Administration:
         )
 
     # -- acting --------------------------------------------------------------------------------
-
-    def evict(
-        self, tenant: str, ref: NamespaceRef, hashes: Hashes | None, keep_count: int
-    ) -> tuple[int, int]:
-        """Evicts a run's blocks beyond `keep_count` and what hangs below. (evicted, held)."""
-        namespace = self._state.catalog.namespaces.get(tenant, ref)
-        evicted = held = 0
-        for space in namespace.spaces.values():
-            for row in self._tops(space, hashes, keep_count):
-                gone, stayed = self._evict_below(row)
-                evicted += gone
-                held += stayed
-        self._state.counters_of(tenant).evicted += evicted
-        return evicted, held
-
-    def _tops(self, space: int, hashes: Hashes | None, keep_count: int) -> list[int]:
-        """Rows whose subtrees to evict: the first block after those kept; all roots for no run."""
-        catalog = self._state.catalog
-        if hashes is None:
-            return [int(row) for row in catalog.tree.roots(space)]
-        rows = catalog.find(space, hashes[keep_count : keep_count + 1])
-        return [int(rows[0])] if len(rows) and rows[0] != NO_ROW else []
-
-    def _evict_below(self, row: int) -> tuple[int, int]:
-        """Evicts the subtree of `row` except blocks that are held, and their ancestors."""
-        catalog = self._state.catalog
-        rows = catalog.tree.subtree(row)
-        held = catalog.held(rows)
-        if held.any():
-            place = {int(r): i for i, r in enumerate(rows.tolist())}
-            for index in np.flatnonzero(held).tolist():
-                above = place.get(int(catalog.columns.parent[rows[index]]))
-                while above is not None and not held[above]:
-                    held[above] = True
-                    above = place.get(int(catalog.columns.parent[rows[above]]))
-        going = rows[~held]
-        if len(going):
-            self._state.apply(BlocksRemoved(going))
-        return len(going), int(held.sum())
 
     def pin(self, tenant: str, ref: NamespaceRef, hashes: Hashes, pinned: bool) -> int:
         """Pins or unpins the kept blocks of a run; blocks changed, over all shards and groups."""

@@ -20,6 +20,7 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.cache.evicting import Evicting
 from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.migration import Migration
@@ -32,6 +33,7 @@ from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import DrainingNotice, FarewellNotice, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.storage import Storage
+from prefixd_server.cache.turns import at_once, in_turns
 from prefixd_server.cache.usage import Usage
 from prefixd_server.cache.watching import Watchers
 from prefixd_server.cache.writing import Writing
@@ -90,7 +92,8 @@ class Cache:
         self.acquire = reading.acquire
         self.redeem = reading.redeem
         self.release = reading.release
-        self.reserve = writing.reserve
+        self.reserve = at_once(writing.reserve)
+        self.reserve_in_turns = in_turns(writing.reserve)
         self.commit = writing.commit
         self.abort = writing.abort
         self.begin_put = portable.begin_put
@@ -99,7 +102,9 @@ class Cache:
         self.describe = administration.describe
         self.explain = explaining.explain
         self.watchers = watchers
-        self.evict = administration.evict
+        evicting = Evicting(state)
+        self.evict = at_once(evicting.evict)
+        self.evict_in_turns = in_turns(evicting.evict)
         self.pin = administration.pin
         self.list_leases = administration.list_leases
         self.list_namespaces = administration.list_namespaces

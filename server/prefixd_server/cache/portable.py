@@ -21,12 +21,13 @@ from prefixd_server.base.types import (
     Slots,
     Tier,
 )
+from prefixd_server.cache.admitted import Admitted
 from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.reading import Found, Reading
 from prefixd_server.cache.state import State
 from prefixd_server.cache.verifying import Verifier
 from prefixd_server.cache.workload import Workload
-from prefixd_server.cache.writing import Admitted, Writing
+from prefixd_server.cache.writing import Writing
 from prefixd_server.catalog.events import CopiesLeased, CopiesReleased, WriterFailed
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.media.movers import FillJob

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixd_server.base.errors import InvalidRequest, StateConflict
 from prefixd_server.base.runs import leading
@@ -18,24 +19,27 @@ from prefixd_server.base.types import (
     LeaseGrant,
     NamespaceRef,
     Reserved,
-    ReserveOutcome,
     Rows,
     Slots,
     Tier,
 )
+from prefixd_server.cache.admitted import Admitted
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.cache.turns import Turns
 from prefixd_server.cache.workload import Workload
 from prefixd_server.catalog.columns import COMMITTED, VISIBLE
 from prefixd_server.catalog.events import BlocksCommitted, BlocksReserved
-from prefixd_server.catalog.leases import TOKEN_BYTES, WriteLease
+from prefixd_server.catalog.leases import TOKEN_BYTES, WriteLease, lease_unknown
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.policy.importance import Newcomers
 
-RETRY_AFTER_FULL_S = 0.1
+BLOCKS_AT_ONCE = 512
+"""Blocks that are reserved in one step: half a millisecond, one where others have to go."""
+NO_SLOTS: Slots = np.zeros(0, np.uint32)
 
 
 class Writing:
@@ -69,13 +73,18 @@ class Writing:
         ttl_s: float | None,
         recompute_cost_s: float | None = None,
         wanted: Tier = Tier.DRAM,
-    ) -> Reserved:
+    ) -> Turns[Reserved]:
         """Slots for the blocks of a run that are not kept yet; outcomes for all of them.
+
+        A long run takes a turn for BLOCKS_AT_ONCE. What is wrong with it, or an end between two turns,
+        gives back what it had got.
 
         Args:
             recompute_cost_s: the engine's hint of what recomputing the whole run would cost.
             wanted: HBM for slots there, when there is room for all and the session can write to them.
         """
+        if len(hashes) > BLOCKS_AT_ONCE:
+            yield  # To read so many was a step of its own.
         self._state.refuse_when_draining()
         session = self._sessions.writer(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
@@ -84,19 +93,36 @@ class Writing:
             tokens = len(hashes) * namespace.spec.block_tokens
             self._state.costs.measured(namespace, first, tokens, recompute_cost_s)
         tier = wanted if self._hbm is not None and self._hbm.serves(session) else Tier.DRAM
-        admitted = self.admit(namespace, shard, kv_group, parent, hashes, tier)
+        ttl = self._state.lease_ttl_s(ttl_s)
+        lease: WriteLease | None = None
+        try:
+            for admitted in self._admit_parts(namespace, shard, kv_group, parent, hashes, tier):
+                if lease is not None:
+                    lease.slots = admitted.slots
+                elif len(admitted.slots):
+                    lease = self._lease(session, namespace, shard, kv_group, admitted, ttl)
+                if len(admitted.known) + len(admitted.slots) + admitted.declined_count < len(hashes):
+                    yield
+                    self._go_on(lease, namespace)
+        except BaseException:
+            if lease is not None and self._state.leases.writes.get(lease.token) is lease:
+                self._endings.abort(lease)
+            raise
         self._state.counters_of(tenant).declined += admitted.declined_count
         outcomes = admitted.outcomes()
-        if len(admitted.slots) == 0:
+        if lease is None:
             return Reserved(None, outcomes, (), admitted.reason, admitted.retry_after_s)
-        ttl = self._state.lease_ttl_s(ttl_s)
-        lease = self._lease(session, namespace, shard, kv_group, admitted, ttl)
-        table = self._state.catalog.slots[admitted.tier]
-        extents = table.extents(admitted.slots, None, len(admitted.known))
+        extents = self._state.catalog.slots[lease.tier].extents(lease.slots, None, len(admitted.known))
         devices = () if self._hbm is None else self._hbm.device_segments(session, extents)
         return Reserved(
             LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s, devices
         )
+
+    def _go_on(self, lease: WriteLease | None, namespace: Namespace) -> None:
+        """Others have had a turn: raises what ends the call."""
+        self._state.catalog.namespaces.get(namespace.tenant, namespace.ref)
+        if lease is not None and (lease.quarantined or lease.token not in self._state.leases.writes):
+            raise lease_unknown(lease.token)
 
     def commit(
         self, tenant: str, session_id: bytes, token: bytes, committed_before: int, checksums: Checksums
@@ -139,6 +165,35 @@ class Writing:
 
     # -- admission -----------------------------------------------------------------------------
 
+    def _admit_parts(
+        self,
+        namespace: Namespace,
+        shard: int,
+        kv_group: int,
+        parent: Hashes | None,
+        hashes: Hashes,
+        tier: Tier,
+    ) -> Iterator[Admitted]:
+        """What is admitted of a run, after each of its parts, up to the first declined block."""
+        # Room in HBM is for all of it or for none.
+        count = len(hashes) if tier is Tier.HBM else BLOCKS_AT_ONCE
+        admitted: Admitted | None = None
+        for first in range(0, len(hashes), count):
+            above = hashes[first - 1 : first] if first else parent
+            try:
+                part = self.admit(namespace, shard, kv_group, above, hashes[first:], tier, count, admitted)
+            except InvalidRequest:
+                # A repeated hash looks like a block of another chain once it is stored.
+                if first:
+                    _refuse_repeats(hashes)
+                raise
+            admitted = part if admitted is None else admitted.then(part)
+            if part.declined_count:
+                left = len(hashes) - len(admitted.known) - len(admitted.slots)
+                yield replace(admitted, declined_count=left)
+                return
+            yield admitted
+
     def admit(
         self,
         namespace: Namespace,
@@ -147,9 +202,16 @@ class Writing:
         parent: Hashes | None,
         hashes: Hashes,
         tier: Tier = Tier.DRAM,
+        count: int = BLOCKS_AT_ONCE,
+        before: Admitted | None = None,
     ) -> Admitted:
-        """Finds what is kept, reserves slots and rows for the rest, as far as there is room."""
+        """Finds what is kept of the first `count` blocks, reserves slots and rows for the rest of them.
+
+        Args:
+            before: what the part of the run before these blocks got.
+        """
         catalog = self._state.catalog
+        coming, hashes = hashes, hashes[:count]
         space = self._space(namespace, shard, kv_group)
         if space is None:
             return self._admitted(np.zeros(0, np.int32), len(hashes), DeclineReason.LIMIT_REACHED)
@@ -162,19 +224,25 @@ class Writing:
                 raise _chain_mismatch()
             return self._admitted(known, len(hashes), DeclineReason.PARENT_MISSING)
         self._check_chain(rows, known, parent_row)
+        goes_on = before is not None and len(before.slots) > 0
+        if goes_on and len(known):
+            # Since the last turn another has begun to store what comes next.
+            return self._admitted(known[:0], len(hashes), DeclineReason.LIMIT_REACHED)
         if missing == 0:
             return self._admitted(known, 0, None)
         _refuse_repeats(hashes[len(known) :])
         above = int(known[-1]) if len(known) else parent_row
-        reason = self._limit_reached(namespace.tenant, above, missing)
+        reason = self._limit_reached(namespace.tenant, above, len(coming) - len(known), goes_on)
         if reason is not None:
             return self._admitted(known, missing, reason)
         pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
-        fresh = hashes[len(known) :]
-        newcomers = self._workload.newcomers(namespace, fresh, above)
+        newcomers = before.newcomers if before is not None else None
+        if newcomers is None:
+            newcomers = self._workload.newcomers(namespace, coming[len(known) :], above)
         slots, reason, tier = self._slots(tier, above, pool, missing, newcomers)
-        self._reserve(space, above, fresh, tier, slots, newcomers)
-        return self._admitted(known, missing - len(slots), reason, slots, tier)
+        self._reserve(space, above, hashes[len(known) :], tier, slots, newcomers)
+        rest = replace(newcomers, returned_count=max(0, newcomers.returned_count - len(slots)))
+        return self._admitted(known, missing - len(slots), reason, slots, tier, rest)
 
     def _slots(
         self, tier: Tier, above: int, pool: int, count: int, newcomers: Newcomers
@@ -208,12 +276,12 @@ class Writing:
         known: Rows,
         declined: int,
         reason: DeclineReason | None,
-        slots: Slots | None = None,
+        slots: Slots = NO_SLOTS,
         tier: Tier = Tier.DRAM,
+        newcomers: Newcomers | None = None,
     ) -> Admitted:
         committed = (self._state.catalog.columns.flags[known] & COMMITTED) != 0
-        slots = np.zeros(0, np.uint32) if slots is None else slots
-        return Admitted(known, committed, tier, slots, declined, reason)
+        return Admitted(known, committed, tier, slots, declined, reason if declined else None, newcomers)
 
     def _depth_below(self, namespace: Namespace, shard: int, kv_group: int, parent: Hashes | None) -> int:
         """Depth of the block below `parent`; 0 for a first block, or below one that is not kept."""
@@ -244,15 +312,15 @@ class Writing:
             if int(parents[0]) != parent_row or (parents[1:] != known[:-1]).any():
                 raise _chain_mismatch()
 
-    def _limit_reached(self, tenant: str, above: int, count: int) -> DeclineReason | None:
+    def _limit_reached(self, tenant: str, above: int, count: int, goes_on: bool) -> DeclineReason | None:
         state = self._state
         quarantined = state.quarantined_bytes(tenant)
         tier_bytes = state.dram.segment_bytes * state.catalog.slots[Tier.DRAM].segment_count
         if quarantined > state.limits.quarantine_share_max * tier_bytes:
             return DeclineReason.QUARANTINE_FULL
-        if state.leases.live_count(tenant) >= state.quotas.leases(tenant):
+        if not goes_on and state.leases.live_count(tenant) >= state.quotas.leases(tenant):
             return DeclineReason.LIMIT_REACHED
-        hidden = above != NO_ROW and not state.catalog.columns.flags[above] & VISIBLE
+        hidden = not goes_on and above != NO_ROW and not state.catalog.columns.flags[above] & VISIBLE
         if hidden and state.catalog.waiting_count + count > state.limits.waiting_children_max:
             return DeclineReason.LIMIT_REACHED
         if state.catalog.columns.count + count > state.catalog.block_count_max:
@@ -284,54 +352,6 @@ class Writing:
         )
         self._state.leases.add(lease)
         return lease
-
-
-class Admitted:
-    """What admission found and gave: known rows, then reserved slots, then declined blocks."""
-
-    __slots__ = ("_committed", "declined_count", "known", "reason", "slots", "tier")
-
-    def __init__(
-        self,
-        known: Rows,
-        committed: NDArray[np.bool_],
-        tier: Tier,
-        slots: Slots,
-        declined_count: int,
-        reason: DeclineReason | None,
-    ) -> None:
-        self.known = known
-        self._committed = committed
-        self.tier = tier
-        self.slots = slots
-        self.declined_count = declined_count
-        self.reason = reason if declined_count else None
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """When a retry may help."""
-        helps = self.reason in {
-            DeclineReason.TIER_FULL,
-            DeclineReason.SEGMENT_PREPARING,
-            DeclineReason.QUARANTINE_FULL,
-            DeclineReason.LIMIT_REACHED,
-            DeclineReason.QUOTA_REACHED,
-        }
-        return RETRY_AFTER_FULL_S if helps else None
-
-    def outcomes(self) -> tuple[tuple[ReserveOutcome, int], ...]:
-        """(outcome, count) in run order, covering every block."""
-        edges = np.flatnonzero(self._committed[1:] != self._committed[:-1]) + 1
-        ranges = [
-            (ReserveOutcome.PRESENT if part[0] else ReserveOutcome.PENDING, len(part))
-            for part in np.split(self._committed, edges)
-            if len(part)
-        ]
-        if len(self.slots):
-            ranges.append((ReserveOutcome.RESERVED, len(self.slots)))
-        if self.declined_count:
-            ranges.append((ReserveOutcome.DECLINED, self.declined_count))
-        return tuple(ranges)
 
 
 def _refuse_repeats(hashes: Hashes) -> None:

@@ -329,12 +329,13 @@ class Catalog(CatalogReads):
 
     def closure(self, rows: Rows) -> Rows:
         """The rows and everything below, each once, parents before children."""
-        if len(rows) == 1:
-            return self.tree.subtree(int(rows[0]))
+        tops = rows if len(rows) == 1 else rows[~np.isin(self.columns.parent[rows], rows)]
+        if len(tops) == 1:
+            return self.tree.subtree(int(tops[0]))
         inner = np.zeros(0, dtype=np.int32)
         seen: set[int] = set()
         parts: list[Rows] = []
-        for row in rows.tolist():
+        for row in tops.tolist():
             if row not in seen:
                 below = self.tree.subtree(row)
                 fresh = np.array([r for r in below.tolist() if r not in seen], dtype=np.int32)

@@ -73,11 +73,12 @@ class AdminService:
         found = self._cache.describe(self._tenant, ref, shard, group, key)
         return answers.block_info(found, spec.hash_bytes)
 
-    def evict(self, request: wire.EvictRequest) -> wire.EvictResponse:
+    async def evict(self, request: wire.EvictRequest) -> wire.EvictResponse:
         """Evicts blocks of a run, or all."""
         ref, spec = self._namespace(request)
         run = checks.run(request, spec.hash_bytes, allow_empty=True)
-        evicted, held = self._cache.evict(self._tenant, ref, _or_none(run), request.keep_block_count)
+        evicting = self._cache.evict_in_turns(self._tenant, ref, _or_none(run), request.keep_block_count)
+        evicted, held = await evicting
         return wire.EvictResponse(evicted_block_count=evicted, held_block_count=held)
 
     def pin(self, request: wire.PinRequest) -> wire.PinResponse:

@@ -15,6 +15,7 @@ from prefixd_server.base.config import LeaseConfig
 from prefixd_server.base.errors import InvalidRequest
 from prefixd_server.base.types import Hashes, NamespaceRef, NamespaceSpec, Tier
 from prefixd_server.cache.cache import Cache
+from prefixd_server.cache.turns import in_turns
 from prefixd_server.rpc import answers, checks, requests
 from prefixd_server.rpc.namespace_spec import spec_from_wire
 from prefixd_server.rpc.put_assembly import PutAssembly, PutBuffers
@@ -25,6 +26,8 @@ MAX_WAIT_S = 10.0
 """Longest wait of an Acquire: an engine's patience for one request, not a parking place."""
 REPORTS_IN_A_STEP = 4
 """Usage reports between which nobody else is served."""
+RELEASES_IN_A_STEP = 32
+"""Leases that end without anybody else being served."""
 GET_PIECE_BYTES_MAX = 1 << 20
 """Bytes of one message of Get; small enough that a reader of any language keeps up."""
 
@@ -88,14 +91,21 @@ class CacheService:
 
     async def release(self, request: wire.ReleaseRequest) -> wire.ReleaseResponse:
         """Ends leases; verifies blocks that were reported bad."""
-        session_id, releases = requests.session_id(request.session_id), requests.releases(request.releases)
-        released, bad = await self._cache.release(self._tenant, session_id, releases)
+        session_id = requests.session_id(request.session_id)
+        releases = await in_turns(requests.releases)(request.releases)
+        released = bad = 0
+        for first in range(0, len(releases), RELEASES_IN_A_STEP):
+            if first:
+                await asyncio.sleep(0)
+            some = releases[first : first + RELEASES_IN_A_STEP]
+            more = await self._cache.release(self._tenant, session_id, some)
+            released, bad = released + more[0], bad + more[1]
         return wire.ReleaseResponse(released_count=released, confirmed_bad_count=bad)
 
-    def reserve(self, request: wire.ReserveRequest) -> wire.ReserveResponse:
+    async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveResponse:
         """Reserves slots."""
         ref, spec = self._namespace(request)
-        reserved = self._cache.reserve(
+        reserved = await self._cache.reserve_in_turns(
             self._tenant,
             requests.session_id(request.session_id),
             ref,
@@ -185,7 +195,8 @@ class CacheService:
         """Takes reports about requests."""
         session_id = requests.session_id(request.session_id)
         quiet_s = checks.span_s(request, "quiet_period", allow_zero=True)
-        reports = requests.reports(request.reports, self._spec_of, allow_none=quiet_s is not None)
+        allow_none = quiet_s is not None
+        reports = await in_turns(requests.reports)(request.reports, self._spec_of, allow_none=allow_none)
         accepted = self._cache.report_usage(self._tenant, session_id, reports[:REPORTS_IN_A_STEP], quiet_s)
         for first in range(REPORTS_IN_A_STEP, len(reports), REPORTS_IN_A_STEP):
             await asyncio.sleep(0)

@@ -31,11 +31,14 @@ from prefixd_server.base.types import (
     Tier,
     UsageReport,
 )
+from prefixd_server.cache.turns import Turns
 from prefixd_server.rpc import checks
 
 FINGERPRINT_BYTES = 32
 TOKEN_COUNT_MAX = 4096
 REPORT_COUNT_MAX = 1024
+ENTRIES_IN_A_TURN = 32
+"""Entries of a long list that are read in one step."""
 PREFETCH_COUNT_MAX = 64
 """Runs of one Prefetch."""
 NAME_BYTES_MAX = 128
@@ -183,20 +186,19 @@ def checksum_missing(field: str) -> InvalidRequest:
     )
 
 
-def releases(messages: Iterable[wire.LeaseRelease]) -> list[LeaseRelease]:
+def releases(messages: Sequence[wire.LeaseRelease]) -> Turns[list[LeaseRelease]]:
     """Entries of a Release; shards and bad blocks are bounded over the request: each costs work."""
-    entries = list(messages)
-    checks.within("releases count", len(entries), 1, TOKEN_COUNT_MAX)
-    checks.within("bad_blocks count", sum(len(entry.bad_blocks) for entry in entries), 0, HASH_COUNT_MAX)
-    checks.within("shards count", sum(len(entry.shards) for entry in entries), 0, HASH_COUNT_MAX)
-    return [
-        LeaseRelease(
-            checks.exactly("releases.token", entry.token, checks.ID_BYTES),
-            tuple(entry.shards),
-            tuple(BadBlock(bad.shard, bad.kv_group, bad.block_index) for bad in entry.bad_blocks),
-        )
-        for entry in entries
-    ]
+    checks.within("releases count", len(messages), 1, TOKEN_COUNT_MAX)
+    entries, bad_count, shard_count = [], 0, 0
+    for number, entry in enumerate(messages, 1):
+        bad_count = checks.within("bad_blocks count", bad_count + len(entry.bad_blocks), 0, HASH_COUNT_MAX)
+        shard_count = checks.within("shards count", shard_count + len(entry.shards), 0, HASH_COUNT_MAX)
+        token = checks.exactly("releases.token", entry.token, checks.ID_BYTES)
+        bad = tuple(BadBlock(bad.shard, bad.kv_group, bad.block_index) for bad in entry.bad_blocks)
+        entries.append(LeaseRelease(token, tuple(entry.shards), bad))
+        if number % ENTRIES_IN_A_TURN == 0:
+            yield
+    return entries
 
 
 def tokens(values: Iterable[bytes]) -> list[bytes]:
@@ -230,15 +232,19 @@ def prefetch_runs(messages: Iterable[wire.PrefetchRun], spec_of: SpecOf) -> list
 
 
 def reports(
-    messages: Iterable[wire.UsageReport], spec_of: SpecOf, *, allow_none: bool = False
-) -> list[UsageReport]:
+    messages: Sequence[wire.UsageReport], spec_of: SpecOf, *, allow_none: bool = False
+) -> Turns[list[UsageReport]]:
     """Usage reports; their runs together have at most 16,384 blocks."""
-    entries = list(messages)
-    checks.within("reports count", len(entries), 0 if allow_none else 1, REPORT_COUNT_MAX)
-    hash_count = sum(len(entry.block_hashes) for entry in entries)
+    checks.within("reports count", len(messages), 0 if allow_none else 1, REPORT_COUNT_MAX)
+    hash_count = sum(len(entry.block_hashes) for entry in messages)
     if hash_count > HASH_COUNT_MAX:
         raise checks.too_many_hashes(hash_count)
-    return [_report(entry, spec_of) for entry in entries]
+    entries = []
+    for number, entry in enumerate(messages, 1):
+        entries.append(_report(entry, spec_of))
+        if number % ENTRIES_IN_A_TURN == 0:
+            yield
+    return entries
 
 
 def _report(entry: wire.UsageReport, spec_of: SpecOf) -> UsageReport:
