@@ -10,14 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from prefixd.v1 import cache_service_pb2 as wire
-from prefixd_server.base.types import PART_COUNT_MAX, KvGroup, KvGroupKind, NamespaceSpec
+from prefixd.v1 import types_pb2
+from prefixd_server.app.daemon import Daemon
+from prefixd_server.base.types import PART_COUNT_MAX, KvGroup, KvGroupKind, NamespaceRef, NamespaceSpec
 from prefixd_server.rpc.namespace_spec import spec_to_wire
 
 from tests.support.daemon import running_daemon
 from tests.support.engine import Engine
 from tests.support.node import Node, chain, packed, start_node
 from tests.support.specs import spec
-from tests.support.wire_engine import wire_engine
+from tests.support.wire_engine import WireEngine, wire_engine
 
 LONG = [index.to_bytes(32, "big") for index in range(1, 16_385)]
 
@@ -84,24 +86,36 @@ async def test_more_shards_and_groups_than_may_be_are_refused() -> None:
     assert (refusal.reason, refusal.metadata["field"]) == ("FIELD_INVALID", "spec.shard_count")
 
 
-@pytest.mark.parametrize("method", ["ReportUsage", "Prefetch"])
+async def large_request(
+    daemon: Daemon, enemy: WireEngine, method: str, ref: types_pb2.NamespaceRef
+) -> dict[str, object]:
+    """The fields of a request of this method that is large."""
+    session = {"session_id": enemy.session_id}
+    if method == "ReportUsage":
+        common = {"namespace": ref, "phase": wire.REQUEST_PHASE_STARTED, "block_hashes": LONG[:16]}
+        reports = [wire.UsageReport(request_id=str(index), **common) for index in range(1024)]
+        return session | {"reports": reports}
+    if method == "Prefetch":
+        run = wire.PrefetchRun(namespace=ref, block_hashes=LONG[:256])
+        return session | {"runs": [run] * 64}
+    await enemy.store(ref, LONG[:8], [bytes(4096)] * 8)
+    acquire, known = daemon.cache.acquire, NamespaceRef(ref.fingerprint, ref.epoch)
+    taken = [acquire("red", enemy.session_id, known, packed(LONG[:8]), 0, (0,), None) for _ in range(1024)]
+    return session | {"releases": [wire.LeaseRelease(token=one.lease.token) for one in taken if one.lease]}
+
+
+@pytest.mark.parametrize("method", ["ReportUsage", "Prefetch", "Release"])
 async def test_between_the_parts_of_a_large_request_others_are_served(method: str) -> None:
-    async with running_daemon("blue") as daemon:
-        red, blue = (tenant.socket for tenant in daemon.config.all_tenants)
+    async with running_daemon("red", "blue") as daemon:
+        red, blue = (tenant.socket for tenant in daemon.config.tenants)
         assert red is not None
         assert blue is not None
         async with wire_engine(red) as enemy, wire_engine(blue, None) as bystander:
-            ref = await enemy.open_namespace(block_bytes=4096, shard_count=64)
+            ref = await enemy.open_namespace(block_bytes=4096, shard_count=64 if method == "Prefetch" else 1)
             theirs = await bystander.open_namespace()
-            session = {"session_id": enemy.session_id}
-            if method == "ReportUsage":
-                common = {"namespace": ref, "phase": wire.REQUEST_PHASE_STARTED, "block_hashes": LONG[:16]}
-                reports = [wire.UsageReport(request_id=str(index), **common) for index in range(1024)]
-                large = enemy.call(method, reports=reports, **session)
-            else:
-                run = wire.PrefetchRun(namespace=ref, block_hashes=LONG[:256])
-                large = enemy.call(method, runs=[run] * 64, **session)
-            task = asyncio.ensure_future(large)
+            task = asyncio.ensure_future(
+                enemy.call(method, **await large_request(daemon, enemy, method, ref))
+            )
             served = 0
             while not task.done():
                 await bystander.call("Lookup", namespace=theirs, block_hashes=LONG[:1])
