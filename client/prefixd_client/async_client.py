@@ -124,7 +124,7 @@ class AsyncClient:
             try:
                 answer = await sent
             except grpc.aio.AioRpcError as error:
-                return failed(control, call, failure_of(error))
+                return failed(control, call, failure_of(error, call.method))
             except asyncio.CancelledError:
                 if waiting.is_callers():
                     raise
@@ -261,7 +261,7 @@ class AsyncNamespace:
         async def receive() -> Any:
             return await sent
 
-        answer = await self._stream(session, sent, receive)
+        answer = await self._stream("Put", session, sent, receive)
         if stream.error is not None:
             raise stream.error
         return PutResult(0, 0, stream.drain()) if answer is None else stream.result(answer)
@@ -285,7 +285,7 @@ class AsyncNamespace:
                 assembly.take(message)
 
         try:
-            await self._stream(session, sent, receive)
+            await self._stream("Get", session, sent, receive)
         except AnswerRejected as error:
             sent.cancel()
             self._control.statistics.add(bad=1)
@@ -298,13 +298,13 @@ class AsyncNamespace:
         self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
         self._control.wake.set()
 
-    async def _stream(self, session: Session, sent: Any, receive: Any) -> Any:
+    async def _stream(self, method: str, session: Session, sent: Any, receive: Any) -> Any:
         """What receive() returns; None when the stream failed. Raises DaemonRefused."""
         async with _Waiting(self._control, sent) as waiting:
             try:
                 return await receive()
             except grpc.aio.AioRpcError as error:
-                failure = failure_of(error)
+                failure = failure_of(error, method)
                 if failure.code is not grpc.StatusCode.CANCELLED:
                     self._control.follow(failure, session, self.spec)
                 return None

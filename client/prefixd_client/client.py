@@ -144,7 +144,7 @@ class Client:
         except grpc.FutureCancelledError:
             return call.miss
         except grpc.RpcError as error:
-            return failed(control, call, failure_of(error))
+            return failed(control, call, failure_of(error, call.method))
         finally:
             control.breaker.leave(ticket)
         return succeeded(call, answer, sent_at)
@@ -287,7 +287,7 @@ class Namespace:
         if session is None or ref is None:
             return PutResult(0, 0, stream.drain())
         future = session.stub.Put.future(stream.messages(ref), timeout=self._control.options.stream_timeout_s)
-        answer = self._stream(session, future, future.result)
+        answer = self._stream("Put", session, future, future.result)
         if stream.error is not None:
             raise stream.error
         return PutResult(0, 0, stream.drain()) if answer is None else stream.result(answer)
@@ -310,7 +310,7 @@ class Namespace:
                 assembly.take(message)
 
         try:
-            self._stream(session, stream, receive)
+            self._stream("Get", session, stream, receive)
         except AnswerRejected as error:
             stream.cancel()
             self._control.statistics.add(bad=1)
@@ -323,7 +323,7 @@ class Namespace:
         self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
         self._control.wake.set()
 
-    def _stream(self, session: Session, stream: Any, receive: Any) -> Any:
+    def _stream(self, method: str, session: Session, stream: Any, receive: Any) -> Any:
         """What receive() returns; None when the stream failed. Raises DaemonRefused."""
         ticket = self._control.breaker.enter(stream.cancel)
         if ticket < 0:
@@ -334,7 +334,7 @@ class Namespace:
         except grpc.FutureCancelledError:
             return None
         except grpc.RpcError as error:
-            failure = failure_of(error)
+            failure = failure_of(error, method)
             if failure.code is not grpc.StatusCode.CANCELLED:
                 self._control.follow(failure, session, self.spec)
             return None

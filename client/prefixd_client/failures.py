@@ -40,6 +40,7 @@ class Verdict(Enum):
 class Failure:
     """A failed call taken apart; reason is empty when whoever answered is not prefixd."""
 
+    method: str
     code: grpc.StatusCode
     message: str
     reason: str = ""
@@ -69,19 +70,19 @@ class Failure:
         return DaemonRefused(self.reason, self.message, self.code.name, self.metadata)
 
     def __str__(self) -> str:
-        return f"{self.code.name} {self.reason} {self.message}"[:300]
+        return f"{self.method}: {self.code.name} {self.reason} {self.message}"[:300]
 
 
-def failure_of(error: Any) -> Failure:
-    """Takes an RpcError of either stack apart."""
+def failure_of(error: Any, method: str) -> Failure:
+    """Takes the RpcError of a call of this method, of either stack, apart."""
     code = error.code() or grpc.StatusCode.UNKNOWN
     message = error.details() or ""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_METADATA_KEY:
             info = _error_info(value)
             if info is not None:
-                return Failure(code, message, info.reason, dict(info.metadata))
-    return Failure(code, message)
+                return Failure(method, code, message, info.reason, dict(info.metadata))
+    return Failure(method, code, message)
 
 
 def _error_info(details: bytes) -> error_details_pb2.ErrorInfo | None:

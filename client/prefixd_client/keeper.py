@@ -219,7 +219,7 @@ class Keeper:
         try:
             getattr(session.stub, method)(request, timeout=self._options.control_timeout_s)
         except grpc.RpcError as error:
-            failure = failure_of(error)
+            failure = failure_of(error, method)
             if failure.verdict is Verdict.REFUSED:
                 log.warning("%s was refused: %s", method, failure)
                 return True

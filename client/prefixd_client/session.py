@@ -214,9 +214,9 @@ class Session:
         try:
             answer = self.stub.OpenNamespace(request, timeout=self._options.control_timeout_s)
         except grpc.RpcError as error:
-            return failure_of(error)
+            return failure_of(error, "OpenNamespace")
         except ValueError as error:  # the channel was closed meanwhile
-            return Failure(grpc.StatusCode.CANCELLED, str(error))
+            return Failure("OpenNamespace", grpc.StatusCode.CANCELLED, str(error))
         self.refs[spec] = answer.namespace
         return None
 
@@ -235,7 +235,7 @@ class Session:
             for message in self._stream:
                 self._take(message)
         except grpc.RpcError as error:
-            reason = str(failure_of(error))
+            reason = str(failure_of(error, "OpenSession"))
         finally:
             self._end(reason)
 

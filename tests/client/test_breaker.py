@@ -111,7 +111,7 @@ def test_reports_travel_in_batches_of_bounded_size() -> None:
     ],
 )
 def test_each_failure_has_its_verdict(code, reason, verdict) -> None:
-    assert Failure(grpc.StatusCode[code], "", reason).verdict is verdict
+    assert Failure("Lookup", grpc.StatusCode[code], "", reason).verdict is verdict
 
 
 def test_a_lease_is_used_for_80_percent_of_its_life_from_before_it_was_asked_for() -> None:
