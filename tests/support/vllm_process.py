@@ -17,7 +17,7 @@ from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 
 ROOT = Path(__file__).parents[2]
 MODULE = "prefixd_client.connectors.vllm"
-PATIENT = {"lookup_timeout_s": 5.0, "load_if_sooner": False, "wait_max_s": 20.0}
+PATIENT = {"lookup_timeout_s": 30.0, "load_if_sooner": False, "wait_max_s": 20.0}
 """Settings under which what is kept is loaded, however busy the machine that runs the tests."""
 
 

@@ -84,6 +84,7 @@ class EngineSettings:
         return ClientOptions(
             lookup_timeout_s=self.lookup_timeout_s,
             write_timeout_s=max(usual.write_timeout_s, self.lookup_timeout_s),
+            control_timeout_s=max(usual.control_timeout_s, self.lookup_timeout_s),
             device_uuid=device_uuid,
             redeemer_devices=redeemer_devices,
         )
