@@ -20,8 +20,9 @@ from prefixd_client.device_memory import DeviceMemory
 from prefixd_client.device_paged import gather, scatter
 
 from tests.gpu.conftest import IS_REAL
-from tests.gpu.vllm_worker import BLOCK_BYTES, BLOCKS, STAGING_BYTES, StandInGpu
+from tests.gpu.vllm_worker import BLOCK_BYTES, BLOCKS, STAGING_BYTES, stand_in_gpu
 from tests.support.fake_cuda import FakeCuda, uuid_of
+from tests.support.stand_in_gpu import StandInGpu
 
 pytestmark = pytest.mark.skipif(IS_REAL, reason="looks at what the stand-in counts")
 BEFORE, DATA = b"b" * BLOCK_BYTES, b"d" * BLOCK_BYTES
@@ -32,7 +33,7 @@ class Scene:
 
     def __init__(self, machine: FakeCuda) -> None:
         self.machine = machine
-        self.gpu = StandInGpu(uuid_of(0))
+        self.gpu = stand_in_gpu(uuid_of(0))
         self.copies = DeviceCopies(self.gpu.memory, Driver(uuid_of(0)), self.gpu, STAGING_BYTES, 0.3)
         self.device = SimpleNamespace(fault=None)
         self.loaded = 0
@@ -64,7 +65,7 @@ def scene(machine: FakeCuda) -> Iterator[Scene]:
 
 
 def test_closing_gives_back_all_that_was_taken(machine: FakeCuda) -> None:
-    gpu = StandInGpu(uuid_of(0))
+    gpu = stand_in_gpu(uuid_of(0))
     memory, before = gpu.memory, machine.in_use_bytes()
     gpu.close()
     alone = DeviceCopies(memory, Driver(uuid_of(0)), gpu, STAGING_BYTES)
@@ -74,8 +75,10 @@ def test_closing_gives_back_all_that_was_taken(machine: FakeCuda) -> None:
     assert before > 0
 
 
-def test_a_mark_that_no_copy_took_is_given_back(scene: Scene) -> None:
-    assert scene.copies.mark() != scene.copies.mark()
+def test_marks_are_given_back_whether_a_copy_took_them_or_not(scene: Scene) -> None:
+    taken, left = scene.copies.mark(), scene.copies.mark()
+    assert taken != left
+    scene.copies.begin(taken)
     scene.copies.close()
     scene.gpu.close()
     assert scene.machine.in_use_bytes() == 0
@@ -153,6 +156,7 @@ def test_a_device_that_fails_its_session_is_given_up_before_the_kv_cache_is_writ
     assert scene.copies.copy_in(scene.lease, [0], [4]) is None
     assert scene.loaded == 2
     assert scene.copies.mark() == 0
+    scene.copies.begin(0)
 
 
 def test_a_session_without_the_device_is_a_miss_of_its_own(scene: Scene) -> None:

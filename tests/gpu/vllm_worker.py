@@ -7,7 +7,6 @@ on a real GPU it is torch's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from prefixd_client import Client, ClientOptions
@@ -26,7 +24,6 @@ from prefixd_client.connectors.vllm.kv_memory import KvMemory
 from prefixd_client.connectors.vllm.loads import Loads
 from prefixd_client.connectors.vllm.saves import Saves, SaveWay
 from prefixd_client.connectors.vllm.tallies import Tallies
-from prefixd_client.device import wait_for
 from prefixd_client.device_driver import Driver
 from prefixd_client.device_memory import DeviceMemory
 from prefixd_client.leases import ReadLease
@@ -37,6 +34,7 @@ from tests.support.engine_commands import answer_commands
 from tests.support.engine_process import PATIENT, EngineProcess
 from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.repository import ROOT
+from tests.support.stand_in_gpu import ENDED_TIMEOUT_S, Gate, StandInGpu
 
 BLOCKS = 32
 LAYERS = {"layer0": (2, 16, 256), "layer1": (2, 16, 256), "narrow": (1, 16, 128)}
@@ -44,7 +42,6 @@ LAYERS = {"layer0": (2, 16, 256), "layer1": (2, 16, 256), "narrow": (1, 16, 128)
 WIDTH = 2
 BLOCK_BYTES = sum(math.prod(shape) * WIDTH for shape in LAYERS.values())
 STAGING_BYTES = 3 * BLOCK_BYTES
-ENDED_TIMEOUT_S = 20.0
 
 
 class VllmWorker(EngineProcess):
@@ -65,123 +62,9 @@ class VllmWorker(EngineProcess):
         self.instance_id = ""
 
 
-class StandInTensor:
-    """What copies read of a tensor: one layer's part of an allocation, block after block."""
-
-    def __init__(self, address: int, shape: Sequence[int]) -> None:
-        self.shape = (BLOCKS, *shape)
-        self.dtype = "torch.float16"
-        self.device = SimpleNamespace(type="cuda", index=0)
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def element_size(self) -> int:
-        return WIDTH
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def stride(self, dimension: int) -> int:
-        return math.prod(self.shape[dimension + 1 :])
-
-
-class Gate:
-    """Where a copy from or to the paged cache can be stopped by a test."""
-
-    def __init__(self) -> None:
-        self.is_open = threading.Event()
-        self.is_open.set()
-        self.reached = threading.Event()
-
-    def pass_through(self) -> None:
-        self.reached.set()
-        assert self.is_open.wait(ENDED_TIMEOUT_S)
-
-
-class StandInGpu:
-    """KV in the stand-in's memory; what is computed waits on its stream until somebody waits for it."""
-
-    def __init__(self, uuid: str) -> None:
-        self.driver = Driver(uuid)
-        self.compute = self.driver.stream()
-        self._event = self.driver.event()
-        self._kept: list[bytearray] = []
-        address = self.driver.allocate(BLOCKS * BLOCK_BYTES)
-        self.tensors: dict[str, Any] = {}
-        for name, shape in LAYERS.items():
-            self.tensors[name] = StandInTensor(address, shape)
-            address += BLOCKS * math.prod(shape) * WIDTH
-        self.memory = KvMemory.of(self.tensors, list(LAYERS), BLOCKS)
-        self.gate = Gate()
-
-    def write(self, block: int, data: bytes) -> None:
-        """Computes a block: given to the stream, not waited for."""
-        at = 0
-        for address, length in self.memory.pieces([block])[0]:
-            self.fill(address, data[at : at + length], self.compute)
-            at += length
-
-    def fill(self, address: int, data: bytes, stream: int) -> None:
-        """Has a stream copy bytes to the device."""
-        self._kept.append(bytearray(data))
-        self.driver.copy(
-            address, ctypes.addressof(ctypes.c_char.from_buffer(self._kept[-1])), len(data), stream
-        )
-
-    def read(self, block: int) -> bytes:
-        """What the engine finds in a block."""
-        found = bytearray(BLOCK_BYTES)
-        target = ctypes.addressof(ctypes.c_char.from_buffer(found))
-        for address, length in self.memory.pieces([block])[0]:
-            self.driver.copy(target, address, length, self.compute)
-            target += length
-        self.driver.record(self._event, self.compute)
-        wait_for(self.driver, self._event, ENDED_TIMEOUT_S)
-        return bytes(found)
-
-    def peek(self, address: int) -> bytes:
-        """A block's bytes at an address of the device, on a stream that follows no other."""
-        found, stream = bytearray(BLOCK_BYTES), self.driver.stream()
-        self.driver.copy(ctypes.addressof(ctypes.c_char.from_buffer(found)), address, BLOCK_BYTES, stream)
-        self.driver.record(self._event, stream)
-        wait_for(self.driver, self._event, ENDED_TIMEOUT_S)
-        self.driver.end_stream(stream)
-        return bytes(found)
-
-    def mark(self) -> int:
-        """An event behind what was computed so far."""
-        event = self.driver.event()
-        self.driver.record(event, self.compute)
-        return event
-
-    def close(self) -> None:
-        """Gives everything back."""
-        self.read(0)
-        self.driver.end_event(self._event)
-        self.driver.end_stream(self.compute)
-        self.driver.free(self.tensors["layer0"].data_ptr())
-        self.driver.release()
-
-    # -- Paging --------------------------------------------------------------------------------------
-
-    def compute_stream(self) -> int:
-        return self.compute
-
-    def gather(self, block_ids: Sequence[int], run: DeviceMemory, stream: int) -> None:
-        self.gate.pass_through()
-        at = run.address
-        for address, length in (piece for pieces in self.memory.pieces(block_ids) for piece in pieces):
-            self.driver.copy(at, address, length, stream)
-            at += length
-
-    def scatter(self, run: DeviceMemory, block_ids: Sequence[int], stream: int) -> None:
-        self.gate.pass_through()
-        at = run.address
-        for address, length in (piece for pieces in self.memory.pieces(block_ids) for piece in pieces):
-            self.driver.copy(address, at, length, stream)
-            at += length
+def stand_in_gpu(uuid: str) -> StandInGpu:
+    """A worker's, over the stand-in driver."""
+    return StandInGpu(uuid, LAYERS, BLOCKS, "torch.float16")
 
 
 class TorchGpu:
@@ -228,7 +111,8 @@ class WorkerCommands:
     def __init__(
         self, client: Client, scheduler: Client, device: str, shard: int, shard_count: int, timeout_s: float
     ) -> None:
-        self._gpu: Any = (TorchGpu if os.environ.get("PREFIXD_REAL_GPU") == "1" else StandInGpu)(device)
+        is_real = os.environ.get("PREFIXD_REAL_GPU") == "1"
+        self._gpu: Any = TorchGpu(device) if is_real else stand_in_gpu(device)
         self._shard = shard
         spec = NamespaceSpec(
             model_id="n",

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from prefixd_client.client import Client
 from prefixd_client.connectors.vllm import PrefixdConnector
+from prefixd_client.connectors.vllm.kv_copies import KvCopies, open_copies
+from prefixd_client.connectors.vllm.kv_memory import KvMemory
 from prefixd_client.connectors.vllm.metadata import StepJobs, WorkerHello
 from prefixd_client.connectors.vllm.settings import Settings
 from prefixd_client.connectors.vllm.shards import ShardPlan
@@ -91,11 +93,15 @@ def model_directory(directory: Path) -> Path:
 
 
 class Worker:
-    """One tensor rank: its KV cache and the connector's side for it."""
+    """One tensor rank: its KV cache, and the connector's side for it, which the harness gives it."""
 
-    def __init__(self, side: WorkerSide, rank: int, ranks: int, block_count: int) -> None:
+    side: WorkerSide
+
+    device_uuid = ""
+    open_copies: Callable[[KvMemory], KvCopies] = staticmethod(open_copies)
+
+    def __init__(self, rank: int, ranks: int, block_count: int) -> None:
         heads = KV_HEADS // ranks
-        self.side = side
         self.rank = rank
         self.kv = {
             name: torch.zeros(block_count, heads, BLOCK_TOKENS, 2 * HEAD_DIM, dtype=torch.float32)
@@ -132,6 +138,7 @@ class Harness:
         block_count: size of the KV cache.
         ranks: tensor-parallel workers, each with a client of its own.
         prefix_caching: vLLM's own prefix cache.
+        worker: what its workers are.
         step_tokens: most tokens of a step.
         settings: of the connector.
     """
@@ -144,6 +151,7 @@ class Harness:
         block_count: int = 64,
         ranks: int = 1,
         prefix_caching: bool = False,
+        worker: type[Worker] = Worker,
         step_tokens: int = 128,
         max_requests: int = 16,
         **settings: Any,
@@ -179,6 +187,7 @@ class Harness:
         connector = self.scheduler.connector
         assert isinstance(connector, PrefixdConnector)
         self.connector = connector
+        self._worker = worker
         self.workers = self._workers(socket, ranks, block_count, Settings(socket=str(socket), **extra))
         self._aggregator = KVOutputAggregator(ranks)
         self.replies: dict[str, list[int]] = {}
@@ -190,12 +199,18 @@ class Harness:
         plan = ShardPlan.of(self.config)
         workers, hellos = [], {}
         for rank in range(ranks):
-            client = Client(socket, instance_id=self.config.kv_transfer_config.engine_id)
-            side = WorkerSide(
-                client, settings, list(LAYERS), plan.shard_of(0, rank), writes=plan.writes(rank)
+            worker = self._worker(rank, ranks, block_count)
+            options = settings.client_options(worker.device_uuid)
+            worker.side = WorkerSide(
+                Client(socket, self.config.kv_transfer_config.engine_id, options=options),
+                settings,
+                list(LAYERS),
+                plan.shard_of(0, rank),
+                writes=plan.writes(rank),
+                copies=worker.open_copies,
             )
-            worker = Worker(side, rank, ranks, block_count)
-            hellos[0, rank] = WorkerHello(side.register(worker.kv, {}, "test", block_count))
+            facts = worker.side.register(worker.kv, {}, "test", block_count)
+            hellos[0, rank] = WorkerHello(facts, worker.device_uuid)
             workers.append(worker)
         self.connector.set_xfer_handshake_metadata_pp_aware(hellos)
         return workers

@@ -50,7 +50,7 @@ def test_the_client_brings_one_package() -> None:
 
 def test_the_connector_needs_nothing_of_the_daemon() -> None:
     code = (
-        "import sys; import prefixd_client.connectors.vllm; "
+        "import sys; from prefixd_client.connectors.vllm import PrefixdConnector; "
         "print([name for name in sys.modules if name.startswith('prefixd_server')])"
     )
     done = subprocess.run(

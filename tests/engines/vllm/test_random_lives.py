@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,12 @@ from tests.support.scribble import scribble
 from tests.support.vllm_harness import VOCABULARY, Harness, right_reply
 
 STEPS = 400
+WAYS: list[dict[str, Any]] = [
+    {"ranks": 2, "prefix_caching": True},
+    {"prefix_caching": True},
+    {"async_load": False, "prefix_caching": True},
+    {},
+]
 
 
 def _prompt(rng: random.Random) -> list[int]:
@@ -28,21 +35,20 @@ def _add(engine: Harness, rng: random.Random, asked: dict[str, tuple[list[int], 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_reply_is_right_and_nothing_is_left(daemon, engine_of, seed) -> None:
+    live(daemon, engine_of, seed, STEPS)
+
+
+def live(daemon: Any, engine_of: Any, seed: int, steps: int, **more: Any) -> None:
+    """Two engines' lives; every reply is right, and every block is free afterwards."""
     rng = random.Random(seed)
-    ways = [
-        {"ranks": 2, "prefix_caching": True},
-        {"prefix_caching": True},
-        {"async_load": False, "prefix_caching": True},
-        {},
-    ]
-    way = ways[seed % len(ways)]
+    way = WAYS[seed % len(WAYS)] | more
     with (
         engine_of(daemon, block_count=60, **way) as one,
         engine_of(daemon, block_count=45, **way) as two,
     ):
         engines: list[tuple[Harness, dict[str, tuple[list[int], int]]]] = [(one, {}), (two, {})]
         aborted: set[tuple[int, str]] = set()
-        for _ in range(STEPS):
+        for _ in range(steps):
             engine, asked = engines[which := rng.randrange(2)]
             match rng.random():
                 case chance if chance < 0.08:

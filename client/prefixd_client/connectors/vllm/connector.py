@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -36,6 +37,7 @@ from .engine import (
     worker_ranks,
 )
 from .identity import ENGINE_NAME, agreed_facts, engine_weights, namespace_spec
+from .kv_copies import open_copies
 from .metadata import StepJobs, StepOutcomes, WorkerHello
 from .namespaces import Namespaces
 from .refusals import refuse_unsupported_engine
@@ -86,7 +88,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
                 group_layer_names(kv_cache_config),
                 self._plan.shard_of(pipeline_rank, tensor_rank),
                 writes=self._plan.writes(tensor_rank),
-                device_uuid=device_uuid,
+                copies=partial(open_copies, device_uuid=device_uuid),
             )
             self._device_uuid = device_uuid
 

@@ -108,7 +108,7 @@ class HostCopies:
         """See KvCopies."""
 
 
-def open_copies(memory: KvMemory, device_uuid: str) -> KvCopies:
+def open_copies(memory: KvMemory, device_uuid: str = "") -> KvCopies:
     """How this worker's KV cache is copied.
 
     Args:

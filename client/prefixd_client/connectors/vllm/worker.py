@@ -7,14 +7,14 @@ saves run on threads of their own; what has ended is told with the next step's o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefixd_client.client import Client
 from prefixd_client.namespace import isa_class
 
 from .identity import WorkerFacts
-from .kv_copies import open_copies
+from .kv_copies import KvCopies, open_copies
 from .kv_memory import KvMemory
 from .loads import LoadResults, Loads
 from .metadata import StepJobs, StepOutcomes
@@ -35,7 +35,7 @@ class WorkerSide:
         layer_names: the KV cache group's layers, in order.
         shard: the worker's.
         writes: whether this rank is the one that writes the shard.
-        device_uuid: of the worker's GPU, which the client was opened with too; empty on CPUs.
+        copies: how the KV cache is copied; for each of two threads.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class WorkerSide:
         shard: int,
         *,
         writes: bool,
-        device_uuid: str = "",
+        copies: Callable[[KvMemory], KvCopies] = open_copies,
     ) -> None:
         self._client = client
         self._settings = settings
         self._layer_names = layer_names
         self._shard = shard
         self._writes = writes
-        self._device_uuid = device_uuid
+        self._open_copies = copies
         self._namespaces = Namespaces(client)
         self._loads: Loads | None = None
         self._saves: Saves | None = None
@@ -77,11 +77,9 @@ class WorkerSide:
         self.close_copies()
         memory = KvMemory.of(kv_caches, self._layer_names, block_count)
         backends = sorted({backend_name(layers[name]) for name in kv_caches if name in layers})
-        self._loads = Loads(
-            open_copies(memory, self._device_uuid), self._shard, self._namespaces.open, self.tallies
-        )
+        self._loads = Loads(self._open_copies(memory), self._shard, self._namespaces.open, self.tallies)
         self._saves = Saves(
-            open_copies(memory, self._device_uuid),
+            self._open_copies(memory),
             SaveWay(self._namespaces.open, self._client.run, self._settings.save_patience_s),
             self._shard,
             writes=self._writes,
