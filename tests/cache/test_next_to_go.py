@@ -109,6 +109,17 @@ def test_what_was_tried_and_refused_may_go_without_a_copy(node: Node, one: Engin
     assert [taken.tolist() for taken in line.take(POOL, 4)] == [rows.tolist()]
 
 
+def test_what_was_refused_before_anybody_could_look_is_not_tried_for_ever(node: Node, one: Engine) -> None:
+    line = NextToGo(node.cache.state)
+    line.choose(POOL, 4)
+    (rows,) = line.unstored(POOL, ())
+    (again,) = line.unstored(POOL, ())
+    assert again.tolist() == rows.tolist(), "to be shown is not to be tried"
+    line.begun(rows)
+    assert list(line.unstored(POOL, ())) == []
+    assert [taken.tolist() for taken in line.take(POOL, 4)] == [rows.tolist()]
+
+
 def test_what_has_got_blocks_below_it_since_is_not_taken(node: Node, one: Engine) -> None:
     state = node.cache.state
     short = one.put("run", 0, *range(3))

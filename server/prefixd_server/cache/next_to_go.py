@@ -60,6 +60,8 @@ class NextToGo:
         self._lines: dict[int, deque[Entry]] = {}
         self._unstored: dict[int, deque[Entry]] = {}
         """Of those in line, the ones that are not ready."""
+        self._shown: dict[int, Entry] = {}
+        """What unstored() has shown last, by its deepest row."""
         self._block_counts: dict[int, int] = {}
         self._reached: dict[int, tuple[int, float]] = {}
         """How far a policy that goes by age has come in each pool: the node, and when that was used."""
@@ -130,12 +132,13 @@ class NextToGo:
         """Rows of nodes in line that NVMe does not have yet, deepest first, some nodes at a time.
 
         Once its rows were claimed and are no more, a node may go with or without a copy: when none
-        came about, NVMe has better use for the room.
+        came about, NVMe has better use for the room. That they are claimed is seen here, or told by begun().
 
         Args:
             claimed: rows on their way already.
         """
         unstored = self._unstored.get(pool, deque())
+        self._shown.clear()
         for _ in range(min(ASK_COUNT_MAX, len(unstored))):
             entry = unstored.popleft()
             if not self._holds(entry):
@@ -147,8 +150,16 @@ class NextToGo:
                 entry.ready = True
                 continue
             else:
+                self._shown[int(rows[0])] = entry
                 yield rows
             unstored.append(entry)
+
+    def begun(self, rows: Rows) -> None:
+        """Copies of these rows, just shown, are begun: they may have come to nothing before anybody asks."""
+        for row in rows.tolist():
+            entry = self._shown.get(row)
+            if entry is not None:
+                entry.tried = True
 
     def take(self, pool: int, block_count: int) -> Iterator[Rows]:
         """Takes copies that are ready to go out of line, up to `block_count`: to be dropped now."""

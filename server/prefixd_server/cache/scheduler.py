@@ -90,7 +90,9 @@ class Scheduler:
                 for first in range(0, len(rows), at_once):
                     if len(self._demotions) >= BATCHES_UNDER_WAY_MAX:
                         return begun
-                    task = self._transfers.begin_demotion(rows[first : first + at_once])
+                    batch = rows[first : first + at_once]
+                    task = self._transfers.begin_demotion(batch)
+                    self._next_to_go.begun(batch)
                     self._demotions.add(task)
                     task.add_done_callback(self._demotions.discard)
                     begun.append(task)
