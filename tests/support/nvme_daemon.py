@@ -112,6 +112,12 @@ class NvmeCalls:
                 blocks[-1] += message.data
         return [bytes(block) for block in blocks]
 
+    def is_stored(self, ref: types_pb2.NamespaceRef, key: bytes) -> bool:
+        """Whether NVMe has a copy of the block, that every later daemon will find."""
+        request = admin_service_pb2.DescribeBlockRequest(namespace=ref, block_hash=key)
+        copies = self._admin.DescribeBlock(request, timeout=CALL_TIMEOUT_S).copies
+        return any(copy.tier == types_pb2.TIER_NVME and copy.state == "RESIDENT" for copy in copies)
+
     def evict(self, ref: types_pb2.NamespaceRef, hashes: list[bytes] | None = None) -> None:
         """Evicts a run, or all of the namespace."""
         request = admin_service_pb2.EvictRequest(namespace=ref, block_hashes=hashes or [])
@@ -177,6 +183,8 @@ class Load:
     drop_share: float = 0.003
     """Part of the steps that drop a namespace."""
     runs: list[tuple[str, list[bytes]]] = field(default_factory=list)
+    kept: list[tuple[str, list[bytes]]] = field(default_factory=list)
+    """Runs that were on NVMe when that was looked at: these are to be found later, however slow the disk."""
     epochs: dict[str, int] = field(default_factory=dict)
     """Least epoch that each model may have: those before it were dropped, and the daemon said so."""
     refs: dict[str, types_pb2.NamespaceRef] = field(default_factory=dict)
@@ -201,10 +209,15 @@ class Load:
     def verify(self, daemon: NvmeCalls, share: float = 1.0) -> int:
         """Reads a share of all runs; blocks served, every one right."""
         before = self.served
-        for model, hashes in self.runs:
+        for model, hashes in [*self.runs, *self.kept]:
             if self.rng.random() < share:
                 self._read(daemon, model, hashes)
         return self.served - before
+
+    def keep_stored(self, daemon: NvmeCalls) -> None:
+        """Looks which runs begin on NVMe now."""
+        known = [*self.kept, *(run for run in self.runs if run not in self.kept)]
+        self.kept = [(model, run) for model, run in known if daemon.is_stored(self.refs[model], run[0])]
 
     def _step(self, daemon: NvmeCalls) -> None:
         kind = self.rng.random()
