@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from prefixd_server.base.config import MIB, Config, DramConfig, ServerConfig
+from prefixd_server.base.config import MIB, Config, DramConfig, HbmConfig, ServerConfig
 from prefixd_server.base.config_sample import reference_table, sample_toml, shown_toml
 from prefixd_server.base.config_sources import all_keys, load_config
 from prefixd_server.base.errors import ConfigError
@@ -94,6 +94,9 @@ def test_what_is_shown_loads_as_the_same_configuration(tmp_path: Path) -> None:
         ("[dram]\nsize = 1024\n", "dram.size", "2MiB"),
         ("[dram]\nsegment = 3000000\n", "dram.segment", "multiple of 2MiB"),
         ('[dram]\nsegment = "1GiB"\n', "dram.segment", "must not exceed dram.size"),
+        ('[hbm]\ndevice = "GPU-a"\ndevices = ["GPU-b"]\n', "hbm.device", "beside hbm.devices"),
+        ('[hbm]\ndevices = ["GPU-a", "GPU-b", "GPU-a"]\n', "hbm.devices", "each once"),
+        ('[hbm]\ndevices = [""]\n', "hbm.devices", "not be empty"),
         ("[movers]\nthread_count = 0\n", "movers.thread_count", "1 to 64"),
         ("[movers]\nthread_count = true\n", "movers.thread_count", "whole number"),
         ('[leases]\nttl_max_s = "soon"\n', "leases.ttl_max_s", "seconds"),
@@ -139,6 +142,26 @@ def test_the_error_names_where_a_value_came_from(tmp_path: Path) -> None:
 def test_automatic_segments_are_a_32nd_within_bounds(size_mib: int, segment_mib: int, count: int) -> None:
     config = Config(dram=DramConfig(size_bytes=size_mib * MIB))
     assert (config.segment_bytes, config.segment_count) == (segment_mib * MIB, count)
+
+
+@pytest.mark.parametrize(
+    ("hbm", "devices", "segment_count"),
+    [
+        (HbmConfig(), ("",), 0),
+        (HbmConfig(size_bytes=8 * MIB, segment_bytes=2 * MIB, device="GPU-a"), ("GPU-a",), 4),
+        (
+            HbmConfig(size_bytes=4 * MIB, segment_bytes=2 * MIB, devices=("GPU-b", "GPU-a")),
+            ("GPU-b", "GPU-a"),
+            2,
+        ),
+    ],
+    ids=["off", "one", "two"],
+)
+def test_hbm_lies_on_the_devices_named_as_much_on_each(
+    hbm: HbmConfig, devices: tuple[str, ...], segment_count: int
+) -> None:
+    config = Config(hbm=hbm).checked()
+    assert (config.hbm_devices, config.hbm_segment_count) == (devices, segment_count)
 
 
 def test_without_root_and_runtime_directory_the_socket_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

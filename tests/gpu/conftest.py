@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.tier import DeviceEngine, device_engine, end_all, is_off, settle, start_device_node
 from tests.support import fake_cuda
 from tests.support.fake_cuda import MIB, FakeCuda
+from tests.support.node import Node
 from tests.support.real_cuda import RealCuda
 from tests.support.wire import short_directory
 
@@ -67,7 +69,33 @@ def far_machine(tmp_path: Path) -> Iterator[FakeCuda]:
         return
     if not fake_cuda.has_compiler():
         pytest.skip("the stand-in driver needs gcc to be built")
-    made = FakeCuda(tmp_path / "cuda", 1, 64 * MIB)
+    made = FakeCuda(tmp_path / "cuda", DEVICE_COUNT, 64 * MIB)
     yield made
     assert made.violations == []
-    assert made.in_use_bytes() == 0
+    assert [made.in_use_bytes(device) for device in range(DEVICE_COUNT)] == [0] * DEVICE_COUNT
+
+
+@pytest.fixture
+def pair(machine: FakeCuda) -> Iterator[Node]:
+    """A node with two segments on each of two devices; all of it is given back but what a fault keeps."""
+    before = [machine.in_use_bytes(device) for device in range(DEVICE_COUNT)]
+    node = start_device_node(2, device_count=DEVICE_COUNT)
+    yield node
+    settle(node)
+    assert node.cache.check() == []
+    end_all(node)
+    whole = [device for device in range(DEVICE_COUNT) if not is_off(node, device)]
+    node.close()
+    assert [machine.in_use_bytes(device) for device in whole] == [before[device] for device in whole]
+
+
+@pytest.fixture
+def near(pair: Node) -> DeviceEngine:
+    """An engine on device 0."""
+    return device_engine(pair)
+
+
+@pytest.fixture
+def far(pair: Node) -> DeviceEngine:
+    """An engine on device 1."""
+    return device_engine(pair, instance="two", devices=(1,))

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from prefixd_server.base.types import Acquired, BadBlock, LeaseRelease, Tier
+from prefixd_server.base.types import BadBlock, LeaseRelease, Tier
 from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.migration import Migration
 
 from tests.gpu.tier import (
     SLOTS_PER_SEGMENT,
-    DeviceEngine,
     Place,
     device_engine,
     end_all,
     hbm_of,
+    release,
     settle,
+    share,
     start_device_node,
     tiers_of,
     until,
@@ -35,20 +36,6 @@ def node(machine: FakeCuda) -> Iterator[Node]:
     end_all(started)
     started.close()
     assert machine.in_use_bytes() == before
-
-
-def release(engine: DeviceEngine, *acquired: Acquired) -> None:
-    for one in acquired:
-        assert one.lease is not None
-        releases = [LeaseRelease(one.lease.token)]
-        engine.node.run(engine.node.cache.release(engine.tenant, engine.session.session_id, releases))
-
-
-def share(engine: DeviceEngine, hashes: list[bytes]) -> None:
-    """Two requests hold the run at once, and it is promoted."""
-    first, second = engine.acquire(hashes), engine.acquire(hashes)
-    settle(engine.node)
-    release(engine, first, second)
 
 
 def test_a_run_is_put_into_hbm_and_read_from_it(node: Node) -> None:
@@ -210,7 +197,7 @@ def test_what_hbm_alone_holds_goes_down_before_it_must_leave(node: Node) -> None
     for run in runs:
         engine.put_there(run)
         node.clock.advance(10.0)
-        until(node, lambda: not any(hbm_of(node).plan_demotion(p) for p in range(1)) and hbm_of(node).settled)
+        until(node, lambda: not hbm_of(node).plan_demotion(0, 0) and hbm_of(node).settled)
     assert sum(engine.hits(run) for run in runs[:2]) == 2 * SLOTS_PER_SEGMENT
     assert node.cache.check() == []
 

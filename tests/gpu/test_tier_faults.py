@@ -13,6 +13,7 @@ from prefixd_server.base.types import BadBlock, LeaseRelease, SlotState, Tier
 from tests.gpu.tier import (
     SEGMENT,
     device_engine,
+    device_of,
     end_all,
     hbm_of,
     is_off,
@@ -102,7 +103,7 @@ def test_memory_that_is_not_there_yet_is_tried_again(machine: FakeCuda) -> None:
     assert tiers_of(engine.acquire(chain(*"ab"))) == [(Tier.HBM, 2)]
     machine.heal()
     until(node, lambda: hbm_of(node).tier.reason == "")
-    assert hbm_of(node).tier.medium.allocated_bytes == 2 * SEGMENT
+    assert device_of(node).medium.allocated_bytes == 2 * SEGMENT
     end_all(node)
     node.close()
 
@@ -122,14 +123,14 @@ def test_no_tenant_is_given_memory_that_anothers_process_may_have_open(node: Nod
     for name in "ab":
         red.put_there(chain(name, *range(31)))
     red.acquire(chain("a"))
-    before = set(hbm_of(node).tier.segment_ids)
+    before = set(device_of(node).segment_ids)
     red.node.cache.evict("red", red.ref, None, 0)
     assert {e.tier for e in blue.reserve_there(chain("x")).extents} == {Tier.DRAM}
-    assert set(hbm_of(node).tier.segment_ids) == before
+    assert set(device_of(node).segment_ids) == before
     red.dies()
     red.node.cache.evict("red", red.ref, None, 0)
     blue.reserve_there(chain("y"))
-    until(node, lambda: not hbm_of(node).tier.hungry and set(hbm_of(node).tier.segment_ids) != before)
+    until(node, lambda: not device_of(node).hungry and set(device_of(node).segment_ids) != before)
     reserved = blue.reserve_there(chain("z"))
     assert [(e.tier, e.segment_id in before) for e in reserved.extents] == [(Tier.HBM, False)]
 

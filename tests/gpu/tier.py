@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from prefixd_server.base.accounts import DeviceStats
 from prefixd_server.base.config import HbmConfig
-from prefixd_server.base.types import Acquired, Extent, NamespaceSpec, Reserved, Tier
+from prefixd_server.base.types import Acquired, Extent, LeaseRelease, NamespaceSpec, Reserved, Tier
+from prefixd_server.cache.hbm_device import HbmDevice, HbmState
 from prefixd_server.cache.hbm_placement import HbmPlacement
-from prefixd_server.cache.hbm_tier import HbmState
 
 from tests.support.engine import Engine
 from tests.support.fake_cuda import MIB, uuid_of
@@ -20,12 +21,16 @@ from tests.support.specs import spec
 SEGMENT = 2 * MIB
 BLOCK = 65_536
 SLOTS_PER_SEGMENT = SEGMENT // BLOCK
+COPY_TIMEOUT_S = 1.0
+"""Short for tests that wait for it, long for a machine that is busy."""
 
 
-def start_device_node(segment_count: int = 2, **more: Any) -> Node:
-    """A node with so much HBM on device 0, all of it there."""
+def start_device_node(segment_count: int = 2, device_count: int = 1, **more: Any) -> Node:
+    """A node with so much HBM on device 0, or on each of the first devices, all of it there."""
+    uuids = tuple(map(uuid_of, range(device_count)))
+    named = {"device": uuids[0]} if device_count == 1 else {"devices": uuids}
     config = HbmConfig(
-        size_bytes=segment_count * SEGMENT, segment_bytes=SEGMENT, device=uuid_of(0), copy_timeout_s=0.1
+        size_bytes=segment_count * SEGMENT, segment_bytes=SEGMENT, copy_timeout_s=COPY_TIMEOUT_S, **named
     )
     node = start_node(**({"tenants": ("red", "blue"), "hbm": config} | more))
     until(node, lambda: hbm_of(node).tier.reason == "")
@@ -36,6 +41,11 @@ def hbm_of(node: Node) -> HbmPlacement:
     """The node's HBM tier."""
     assert node.cache.hbm is not None
     return node.cache.hbm
+
+
+def device_of(node: Node, number: int = 0) -> HbmDevice:
+    """One device of the node's HBM tier."""
+    return hbm_of(node).tier.devices[number]
 
 
 def until(node: Node, reached: Callable[[], bool]) -> None:
@@ -60,8 +70,8 @@ def end_all(node: Node) -> None:
         node.cache.companions.process_dead(session.session_id)
 
 
-def is_off(node: Node) -> bool:
-    return hbm_of(node).tier.state is HbmState.OFF
+def is_off(node: Node, device: int = 0) -> bool:
+    return device_of(node, device).state is HbmState.OFF
 
 
 class DeviceEngine(Engine):
@@ -76,8 +86,9 @@ class DeviceEngine(Engine):
         """Stores a run in HBM, as far as the daemon lets us."""
         reserved = self.reserve_there(hashes)
         assert reserved.lease is not None
-        datas = [block_data(key, self.shard, self.block_bytes) for key in hashes]
-        pending = iter(datas[len(datas) - sum(e.block_count for e in reserved.extents) :])
+        fresh = hashes[len(hashes) - sum(extent.block_count for extent in reserved.extents) :]
+        datas = [block_data(key, self.shard, self.block_bytes) for key in fresh]
+        pending = iter(datas)
         for extent in reserved.extents:
             for index in range(extent.block_count):
                 Place(self.node, extent, index).write_all(next(pending))
@@ -111,7 +122,9 @@ class Place:
 
     def __init__(self, node: Node, extent: Extent, index: int) -> None:
         self._medium = node.cache.state.media[extent.tier]
-        ids = hbm_of(node).tier.segment_ids if extent.tier is Tier.HBM else node.cache.room.segment_ids
+        ids = node.cache.room.segment_ids
+        if extent.tier is Tier.HBM:
+            ids = [wire_id for device in hbm_of(node).tier.devices for wire_id in device.segment_ids]
         self._segment = ids.index(extent.segment_id)
         self._offset = extent.offset_bytes + index * extent.stride_bytes
 
@@ -137,3 +150,29 @@ def device_engine(
 def tiers_of(acquired: Acquired) -> list[tuple[Tier, int]]:
     """Where the hits lie."""
     return list(acquired.run.hits)
+
+
+def release(engine: DeviceEngine, *acquired: Acquired) -> None:
+    """The engine is done with these."""
+    for one in acquired:
+        assert one.lease is not None
+        releases = [LeaseRelease(one.lease.token)]
+        engine.node.run(engine.node.cache.release(engine.tenant, engine.session.session_id, releases))
+
+
+def share(engine: DeviceEngine, hashes: list[bytes]) -> None:
+    """Two of the engine's requests hold the run at once, and it is promoted."""
+    first, second = engine.acquire(hashes), engine.acquire(hashes)
+    settle(engine.node)
+    release(engine, first, second)
+
+
+def data_of(engine: DeviceEngine, hashes: list[bytes]) -> list[bytes]:
+    """What the blocks of shard 0 must hold."""
+    return [block_data(key, 0, engine.block_bytes) for key in hashes]
+
+
+def device_stats(node: Node, device: int) -> DeviceStats:
+    """What the node tells of one device of its HBM tier."""
+    (hbm,) = [tier for tier in node.cache.stats(None).tiers if tier.tier is Tier.HBM]
+    return hbm.devices[device]

@@ -14,7 +14,11 @@ from tests.mutants.sites import TARGETS, Site, sites
 from tests.support.repository import ROOT
 
 TESTS = {
-    "prefixd_server": ["tests/gpu/test_hbm.py", "tests/gpu/test_tier_faults.py"],
+    "prefixd_server": [
+        "tests/gpu/test_hbm.py",
+        "tests/gpu/test_hbm_devices.py",
+        "tests/gpu/test_tier_faults.py",
+    ],
     "prefixd_client": ["tests/gpu/test_device.py", "tests/gpu/test_vllm_copies.py"],
 }
 """What is to notice, the quickest first, by the module's root."""

@@ -16,6 +16,7 @@ from tests.support.repository import ROOT
 TARGETS = {
     "prefixd_server.media.cuda": "server/prefixd_server/media/cuda.py",
     "prefixd_server.media.hbm": "server/prefixd_server/media/hbm.py",
+    "prefixd_server.media.hbm_devices": "server/prefixd_server/media/hbm_devices.py",
     "prefixd_client.device": "client/prefixd_client/device.py",
     "prefixd_client.device_copy": "client/prefixd_client/device_copy.py",
     "prefixd_client.device_driver": "client/prefixd_client/device_driver.py",

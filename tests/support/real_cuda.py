@@ -62,7 +62,7 @@ class RealCuda(FakeCuda):
     def lose(self, device: int = 0) -> None:
         _refuse()
 
-    def hanging(self, pid: int) -> AbstractContextManager[None]:
+    def hanging(self, pid: int, device: int | None = None) -> AbstractContextManager[None]:
         _refuse()
 
     def slow(self, extra_polls: int = 0, copy_delay_us: int = 0) -> None:

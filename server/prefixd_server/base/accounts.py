@@ -124,6 +124,28 @@ class Fault(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """One device of the HBM tier; memory is the whole device's part, slots are those of the pools asked."""
+
+    uuid: str
+    """Empty until the first device that there is has been found."""
+    capacity_bytes: int
+    allocated_bytes: int
+    free_slot_count: int
+    reserved_slot_count: int
+    resident_slot_count: int
+    quarantined_slot_count: int
+    state: str
+    """"starting", "ready" or "off"."""
+    state_reason: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether blocks are read from it and written to it."""
+        return self.state == "ready"
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """free + reserved + resident + quarantined slots = slots (EVICTING counts as resident)."""
 
@@ -141,11 +163,14 @@ class TierStats:
     numa_nodes: tuple[int, ...] = ()
     page_kind: str = "pages"
     state: str = "ready"
-    """"ready", "full" (read, not written), "recovering", "paused", "refused" or "failed" (neither)."""
+    """"ready", "full" (read, not written), "recovering", "paused", "refused" or "failed" (neither); of HBM
+    "starting", "ready" where one device is, or "off"."""
     state_reason: str = ""
     """Why it is not ready."""
     fault_counts: Mapping[Fault, int] = field(default_factory=dict)
     """Since the daemon's start."""
+    devices: tuple[DeviceStats, ...] = ()
+    """Of HBM."""
 
     @property
     def is_ready(self) -> bool:

@@ -59,6 +59,8 @@ __all__ = [
 
 MIB = 1 << 20
 SEGMENT_ALIGNMENT_BYTES = 2 * MIB
+HBM_DEVICE_COUNT_MAX = 32
+"""More than a node has; each costs 18 bytes of metadata a prefix-tree node."""
 SHOWN_LENGTH_MAX = 256
 """Characters of a value that a complaint quotes."""
 SOCKET_PATH_BYTES_MAX = 103
@@ -104,8 +106,13 @@ class Config:
         return self.dram.size_bytes // self.segment_bytes
 
     @property
+    def hbm_devices(self) -> tuple[str, ...]:
+        """UUIDs of the HBM tier's devices; one that is empty stands for the first device that there is."""
+        return self.hbm.devices or (self.hbm.device,)
+
+    @property
     def hbm_segment_count(self) -> int:
-        """Segments of the HBM tier; 0 when it is off."""
+        """Segments of the HBM tier on each of its devices; 0 when it is off."""
         return 0 if self.hbm.size_bytes == AUTO_BYTES else self.hbm.size_bytes // self.hbm.segment_bytes
 
     @property
@@ -177,6 +184,11 @@ class Config:
         if hbm.size_bytes != AUTO_BYTES and (hbm.size_bytes % hbm.segment_bytes or not hbm.size_bytes):
             limit = f"must be a multiple of hbm.segment = {format_size(hbm.segment_bytes)}"
             raise self.error("hbm.size", format_size(hbm.size_bytes), limit)
+        if hbm.devices and hbm.device:
+            raise self.error("hbm.device", hbm.device, "must not be given beside hbm.devices: name it there")
+        if not len(set(hbm.devices)) == len(hbm.devices) <= HBM_DEVICE_COUNT_MAX:
+            limit = f"must be at most {HBM_DEVICE_COUNT_MAX} UUIDs, each once"
+            raise self.error("hbm.devices", ", ".join(hbm.devices), limit)
         if self.nvme.segment_bytes % SEGMENT_ALIGNMENT_BYTES:
             size_text = format_size(self.nvme.segment_bytes)
             raise self.error("nvme.segment", size_text, "must be a multiple of 2MiB")

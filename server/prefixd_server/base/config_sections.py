@@ -123,7 +123,7 @@ class HbmConfig:
     size_bytes: int = option(
         AUTO_BYTES,
         size("2MiB", "16TiB", auto=True, word="off"),
-        "GPU memory of the tier; the CUDA context costs some 500 MiB more. Off: engines want it too.",
+        "GPU memory of the tier, per device; the context costs some 500 MiB more. Off: engines want it too.",
     )
     segment_bytes: int = option(
         256 * MIB,
@@ -134,6 +134,11 @@ class HbmConfig:
         "",
         text(),
         'UUID of the GPU ("GPU-...", see nvidia-smi -L), so that no numbering matters. Empty: the first one.',
+    )
+    devices: tuple[str, ...] = option(
+        (),
+        texts(),
+        "UUIDs of the GPUs where the tier lies on several, hbm.size on each; instead of hbm.device.",
     )
     copy_timeout_s: float = option(
         10.0,

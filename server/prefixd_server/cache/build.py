@@ -23,6 +23,7 @@ from prefixd_server.cache.costs import Costs
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
 from prefixd_server.cache.explaining import Explaining
+from prefixd_server.cache.hbm_device import HbmDevice
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.hbm_transfers import HbmTransfers
@@ -54,6 +55,7 @@ from prefixd_server.index.line import open_line
 from prefixd_server.index.process import Index, IndexOptions, OpenProcess
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.hbm import HbmMedium
+from prefixd_server.media.hbm_devices import DeviceMovers, HbmDevices
 from prefixd_server.media.movers import Movers
 from prefixd_server.media.nvme import NvmeMedium
 from prefixd_server.media.nvme_format import file_bytes
@@ -110,7 +112,7 @@ def build_cache(
     """
     disk = disk or DiskSeams()
     media = _Media(config, clock, disk.files, dram)
-    dram, medium, device = media.dram, media.nvme, media.hbm
+    dram, medium, devices = media.dram, media.nvme, media.hbm
     state = _state(config, clock, movers, seed, dram, medium, media.tables)
     endings = Endings(state)
     epochs = Epochs(config.server.data_dir, clock)
@@ -123,8 +125,8 @@ def build_cache(
     migration = Migration(state, config.migration, watchers)
     copier = Copier(state, bad_copies, migration.governors)
     hbm = None
-    if device is not None:
-        hbm = _hbm_placement(config, state, sessions, endings, room, device, copier, migration)
+    if devices is not None:
+        hbm = _hbm_placement(config, state, sessions, endings, room, devices, copier, migration)
     nvme = transfers = storage = None
     if medium is not None:
         room.next_to_go = NextToGo(state)
@@ -182,9 +184,11 @@ class _Media:
             log.warning("NVMe tier failed: serving without it", reason=str(failure))
         if self.nvme is not None:
             self.tables[Tier.NVME] = SlotTable(Tier.NVME, self.nvme.segment_bytes, self.nvme.segment_count)
-        self.hbm = _hbm_medium(config)
+        self.hbm = _hbm_devices(config)
         if self.hbm is not None:
-            self.tables[Tier.HBM] = SlotTable(Tier.HBM, self.hbm.segment_bytes, self.hbm.segment_count)
+            self.tables[Tier.HBM] = SlotTable(
+                Tier.HBM, self.hbm.segment_bytes, self.hbm.segment_count, len(self.hbm.media)
+            )
 
 
 def _state(
@@ -239,10 +243,14 @@ def _nvme_tier(config: Config, state: State, room: Room, medium: NvmeMedium, sea
     return NvmeTier(state, room, medium, index, budget, health, block_count_max)
 
 
-def _hbm_medium(config: Config) -> HbmMedium | None:
+def _hbm_devices(config: Config) -> HbmDevices | None:
     """The HBM tier's memory, nothing of it taken yet; None when the tier is off."""
     count, hbm = config.hbm_segment_count, config.hbm
-    return HbmMedium(hbm.device, hbm.segment_bytes, count, hbm.copy_timeout_s) if count else None
+    if not count:
+        return None
+    return HbmDevices(
+        [HbmMedium(uuid, hbm.segment_bytes, count, hbm.copy_timeout_s) for uuid in config.hbm_devices]
+    )
 
 
 def _hbm_placement(
@@ -251,14 +259,18 @@ def _hbm_placement(
     sessions: Sessions,
     endings: Endings,
     room: Room,
-    medium: HbmMedium,
+    devices: HbmDevices,
     copier: Copier,
     migration: Migration,
 ) -> HbmPlacement:
-    """The tier over its memory, with movers of its own."""
-    state.device = Movers(HBM_MOVER_COUNT, config.movers.queue_limit)
-    state.media[Tier.HBM] = medium
-    tier = HbmTier(state, sessions, endings, room, medium, state.device)
+    """The tier over its memory, with movers of its own for each device."""
+    movers = [Movers(HBM_MOVER_COUNT, config.movers.queue_limit) for _ in devices.media]
+    state.device = together = DeviceMovers(devices, movers)
+    state.media[Tier.HBM] = devices
+    made = [
+        HbmDevice(state, sessions, endings, room, devices, number, own) for number, own in enumerate(movers)
+    ]
+    tier = HbmTier(state, made, together)
     return HbmPlacement(state, tier, HbmTransfers(state, room, tier, copier, migration), migration)
 
 

@@ -34,7 +34,7 @@ class Explaining:
             return None
         node = int(catalog.columns.node[row])
         pool = catalog.namespaces.pool(tenant, namespace.spec.kv_groups[kv_group].slot_bytes)
-        views = [catalog.tree.view(tier, pool, catalog.evictable(tier)) for tier in sorted(catalog.slots)]
+        views = [self._view(tier, pool, row) for tier in sorted(catalog.slots)]
         now = self._state.clock.now()
         fastest = views[0]
         return Explanation(
@@ -43,6 +43,13 @@ class Explaining:
             score=float(policy.scores(fastest, np.array([node], dtype=np.int32), now)[0]),
             placements=tuple(self._placement(view, row, node, now) for view in views),
         )
+
+    def _view(self, tier: Tier, pool: int, row: int) -> TierView:
+        """The tier, and of several devices the one where the block lies, else the first."""
+        catalog = self._state.catalog
+        table, slot = catalog.slots[tier], int(catalog.columns.slot[tier][row])
+        device = 0 if slot == NO_SLOT else table.device_of(table.segment_of(slot))
+        return catalog.tree.view(tier, pool, catalog.evictable(tier, device), device=device)
 
     def _placement(self, view: TierView, row: int, node: int, now: float) -> Placement:
         catalog = self._state.catalog

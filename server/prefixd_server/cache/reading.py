@@ -37,6 +37,7 @@ from prefixd_server.cache.bad_copies import BadCopies
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.prefetching import Prefetching
+from prefixd_server.cache.reach import ReachOf, all_stored, every_engines, on_devices
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
@@ -46,11 +47,6 @@ from prefixd_server.catalog.events import CopiesLeased
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
 from prefixd_server.catalog.namespaces import Namespace
 
-READABLE_TIERS = (Tier.DRAM,)
-"""Tiers whose slots every engine of the node can read."""
-DEVICE_TIERS = (Tier.HBM, *READABLE_TIERS)
-"""Those that one with the daemon's device can, fastest first."""
-STORED_TIERS = (*DEVICE_TIERS, Tier.NVME)
 WARM_BYTES = 32 << 20
 WARM_BLOCK_COUNT_MIN = 4
 """How much of a cold run is brought at once, per shard and KV group."""
@@ -67,8 +63,8 @@ class Found:
     hit_count: int
     known_count: int
     tiers: NDArray[np.uint8]
-    allowed: tuple[Tier, ...]
-    """Tiers whose copies count."""
+    reach_of: ReachOf
+    """Whose copies count."""
 
     def run(self, asked: int) -> RunHits:
         """hits + pending + misses = asked."""
@@ -108,7 +104,7 @@ class Reading:
     def lookup(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> RunHits:
         """What would hit; changes nothing."""
         namespace = self._state.catalog.namespaces.get(tenant, ref)
-        return self._find(namespace, hashes, namespace.spec.parts, STORED_TIERS).run(len(hashes))
+        return self._find(namespace, hashes, namespace.spec.parts, all_stored).run(len(hashes))
 
     async def wait_for(
         self, tenant: str, ref: NamespaceRef, hashes: Hashes, max_wait_s: float, session_id: bytes = b""
@@ -149,7 +145,8 @@ class Reading:
         self._warm(found)
         self._warm_hot(found)
         if self._hbm is not None:
-            self._hbm.consider(session, [rows[: found.hit_count] for rows in found.rows.values()])
+            runs = ((shard, rows[: found.hit_count]) for (shard, _), rows in found.rows.items())
+            self._hbm.consider(session, runs)
         self._workload.used((tenant, session.instance_id, request_id), namespace, hashes, found.rows)
         if found.hit_count <= skip_count:
             self._prefetching.acquired(session, namespace, hashes, request_id, None)
@@ -167,7 +164,7 @@ class Reading:
         session = self._sessions.get(tenant, session_id)
         lease = self._state.leases.read(token, tenant, session.instance_id)
         hold = lease.shards.get(shard)
-        if hold is None or self._forgotten(hold) or not self._can_read(session, hold):
+        if hold is None or self._forgotten(hold) or not self._can_redeem(session, shard, hold):
             raise NotFound(
                 "SHARD_NOT_LEASED",
                 f"shard {shard} of this lease was released, its blocks were forgotten, they lie on a "
@@ -218,14 +215,21 @@ class Reading:
 
     # -- devices -------------------------------------------------------------------------------
 
-    def _readable(self, session: Session | None) -> tuple[Tier, ...]:
-        """Tiers that the session can read."""
-        serves = self._hbm is not None and session is not None and self._hbm.serves(session)
-        return DEVICE_TIERS if serves else READABLE_TIERS
+    def _readable(self, session: Session | None) -> ReachOf:
+        """What the session can read, or whoever redeems its leases."""
+        if self._hbm is None or session is None or not session.readable_devices:
+            return every_engines
+        tier = self._hbm.tier
+        return lambda shard: on_devices(tier.of_shard(session, shard))
 
-    def _can_read(self, session: Session, hold: ShardHold) -> bool:
-        tiers = self._readable(session)
-        return all(piece.tier in tiers for piece in hold.pieces)
+    def _can_redeem(self, session: Session, shard: int, hold: ShardHold) -> bool:
+        """Whether it can read all of the shard, which is remembered."""
+        devices: tuple[int, ...] = ()
+        if self._hbm is not None:
+            self._hbm.tier.redeemed(session, shard)
+            devices = self._hbm.tier.named(session)
+        reach, catalog = on_devices(devices), self._state.catalog
+        return all(reach.includes(catalog, piece.tier, piece.slots) for piece in hold.pieces)
 
     def _devices(self, session: Session, shards: tuple[ShardExtents, ...]) -> tuple[DeviceSegment, ...]:
         """The segments in GPU memory among the extents."""
@@ -243,12 +247,14 @@ class Reading:
         if found.known_count == found.hit_count:
             return []
         coming: list[asyncio.Future[None]] = []
-        for rows in found.rows.values():
+        for (shard, _), rows in found.rows.items():
             first = rows[found.hit_count : found.known_count][: self._window(rows)]
             if self._transfers is not None:
                 coming += self._transfers.promote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
-            if self._hbm is not None and found.allowed == READABLE_TIERS:
-                coming += self._hbm.transfers.demote(first, Errand(Urgency.DEMAND, Reason.DEMANDED))
+            if self._hbm is not None:
+                slots = self._state.catalog.columns.slot[Tier.HBM][first]
+                far = first[~self._hbm.tier.on(found.reach_of(shard).devices or (), slots)]
+                coming += self._hbm.transfers.demote(far, Errand(Urgency.DEMAND, Reason.DEMANDED))
         return coming
 
     def _warm_hot(self, found: Found) -> None:
@@ -270,9 +276,9 @@ class Reading:
         namespace: Namespace,
         hashes: Hashes,
         parts: list[tuple[int, int]],
-        allowed: tuple[Tier, ...] = READABLE_TIERS,
+        reach_of: ReachOf = every_engines,
     ) -> Found:
-        """The longest prefix that every part, a (shard, kv_group), has in one of these tiers."""
+        """The longest prefix that every part, a (shard, kv_group), has in reach."""
         catalog = self._state.catalog
         hit = known = len(hashes)
         rows_of: dict[tuple[int, int], Rows] = {}
@@ -284,7 +290,7 @@ class Reading:
             space = catalog.namespaces.space(namespace, shard, group)
             rows = catalog.find_prefix(space, hashes[:known])
             known = len(rows)
-            tier = self._tier_of(rows, allowed)
+            tier = reach_of(shard).tier_of(catalog, rows)
             servable = tier != 0
             if catalog.waiting_count:
                 # Otherwise every readable copy is visible: only waiting blocks are whole and hidden.
@@ -292,22 +298,7 @@ class Reading:
             hit = min(hit, leading(servable))
             tiers = np.maximum(tiers[:known], tier) if rows_of else tier
             rows_of[shard, group] = rows
-        return Found(rows_of, hit, known, tiers[:known], allowed)
-
-    def _tier_of(self, rows: Rows, allowed: tuple[Tier, ...] = READABLE_TIERS) -> NDArray[np.uint8]:
-        """The fastest of the tiers that has each row whole; 0 when none has."""
-        catalog = self._state.catalog
-        tier_of = np.zeros(len(rows), dtype=np.uint8)
-        for tier in allowed:
-            if tier not in catalog.slots:
-                continue
-            resident = catalog.resident(tier, rows)
-            if resident.all():
-                # What a faster tier has stays; mostly there is none, and slower ones need no look.
-                tier_of[tier_of == 0] = tier
-                return tier_of
-            tier_of[resident & (tier_of == 0)] = tier
-        return tier_of
+        return Found(rows_of, hit, known, tiers[:known], reach_of)
 
     def _lease(
         self, session: Session, namespace: Namespace, found: Found, skip: int, ttl_s: float
@@ -315,7 +306,7 @@ class Reading:
         shards: dict[int, list[LeasedPiece]] = {}
         for (shard, group), rows in found.rows.items():
             wanted = rows[skip : found.hit_count]
-            for tier, first, last in _pieces(self._tier_of(wanted, found.allowed)):
+            for tier, first, last in _pieces(found.reach_of(shard).tier_of(self._state.catalog, wanted)):
                 slots = self._state.catalog.columns.slot[tier][wanted[first:last]]
                 self._state.apply(CopiesLeased(tier, slots))
                 shards.setdefault(shard, []).append(LeasedPiece(group, tier, skip + first, slots))

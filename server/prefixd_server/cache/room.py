@@ -26,6 +26,11 @@ RECLAIM_BLOCK_COUNT = 512
 """Blocks of a dropped namespace that are forgotten in one step."""
 
 
+def slack_count(slot_count: int) -> int:
+    """Blocks that one eviction frees beyond need, in a pool of so many slots."""
+    return min(int(slot_count * EVICTION_SLACK_SHARE), EVICTION_SLACK_COUNT_MAX)
+
+
 class Room:
     """See the module."""
 
@@ -77,7 +82,7 @@ class Room:
     def _make_room(self, pool: int, count: int, newcomers: Newcomers | None) -> None:
         """Evicts for `count` blocks and a little more; at any price where a slower tier has what goes."""
         table = self._state.catalog.slots[Tier.DRAM]
-        slack = min(int(table.slot_count(pool) * EVICTION_SLACK_SHARE), EVICTION_SLACK_COUNT_MAX)
+        slack = slack_count(table.slot_count(pool))
         if self.next_to_go is not None:
             self.evict(Tier.DRAM, pool, count - table.free_count(pool), slack=slack)
             return
@@ -128,23 +133,33 @@ class Room:
             slack: copies beyond `count` that go when NVMe has them: no block is forgotten for these.
         """
         catalog = self._state.catalog
-        view = catalog.tree.view(tier, pool, evictable or catalog.evictable(tier))
         tenant = catalog.namespaces.pool_of(pool).tenant
+        line = self.next_to_go if tier is Tier.DRAM else None
+        choices = [evictable or catalog.evictable(tier)]
+        if line is not None:
+            choices.insert(0, line.ready(pool))
         evicted = 0
-        if tier is Tier.DRAM and self.next_to_go is not None:
-            for rows in self.next_to_go.take(pool, count + slack):
-                evicted += self._state.apply(CopiesEvicted(tier, rows)).freed_count
-        while evicted < count:
-            victims = self._victims(view, count - evicted, worth)
-            freed = 0
-            for node, block_count in victims:
-                rows = catalog.tree.tail_rows(tier, node, block_count)
-                freed += self._state.apply(CopiesEvicted(tier, rows)).freed_count
-            if freed == 0:
-                break
-            evicted += freed
+        for may_go in choices:
+            view = catalog.tree.view(tier, pool, may_go)
+            while evicted < count:
+                freed = self._drop(pool, tier, self._victims(view, count - evicted, worth))
+                if freed == 0:
+                    break
+                evicted += freed
+        if line is not None and evicted < count + slack:
+            evicted += self._drop(pool, tier, line.spare(pool, count + slack - evicted))
         self._state.counters_of(tenant).evicted += evicted
         return evicted
+
+    def _drop(self, pool: int, tier: Tier, victims: Victims) -> int:
+        """Evicts victims; slots freed."""
+        freed = 0
+        for node, count in victims:
+            if tier is Tier.DRAM and self.next_to_go is not None:
+                self.next_to_go.dropped(pool, node, count)
+            rows = self._state.catalog.tree.tail_rows(tier, node, count)
+            freed += self._state.apply(CopiesEvicted(tier, rows)).freed_count
+        return freed
 
     def _victims(self, view: TierView, count: int, worth: float) -> Victims:
         policy, now, rng = self._state.policy, self._state.clock.now(), self._state.rng

@@ -20,7 +20,7 @@ from prefixd_server.catalog.events import Effect, Event
 from prefixd_server.catalog.leases import LeaseTable
 from prefixd_server.media.dram import DramMedium
 from prefixd_server.media.medium import Medium
-from prefixd_server.media.movers import Movers
+from prefixd_server.media.movers import JobRunner, Movers
 from prefixd_server.policy.learning import LearningPolicy
 from prefixd_server.policy.policy import DaemonPolicy
 
@@ -66,7 +66,7 @@ class State:
     rng: np.random.Generator
     drain_timeout_s: float
     boot_id: bytes
-    device: Movers | None = None
+    device: JobRunner | None = None
     """Movers of the HBM tier, when it is on."""
     disk: Movers | None = None
     """Movers of the NVMe tier alone: a disk that hangs holds up nothing else. None without that tier."""
@@ -91,7 +91,7 @@ class State:
         """Bytes of all metadata in use, what the policy has learned included."""
         return self.catalog.metadata_bytes + sum(holder.nbytes for holder in self.metered)
 
-    def movers_of(self, *tiers: Tier) -> Movers:
+    def movers_of(self, *tiers: Tier) -> JobRunner:
         """Who copies between these tiers."""
         if self.device is not None and Tier.HBM in tiers:
             return self.device

@@ -25,6 +25,7 @@ from prefixd_server.base.types import (
 )
 from prefixd_server.cache.admitted import Admitted
 from prefixd_server.cache.endings import Endings
+from prefixd_server.cache.hbm_device import HbmDevice
 from prefixd_server.cache.hbm_tier import HbmTier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import Session, Sessions
@@ -92,11 +93,12 @@ class Writing:
             first = self._depth_below(namespace, shard, kv_group, parent) * namespace.spec.block_tokens
             tokens = len(hashes) * namespace.spec.block_tokens
             self._state.costs.measured(namespace, first, tokens, recompute_cost_s)
-        tier = wanted if self._hbm is not None and self._hbm.serves(session) else Tier.DRAM
+        hbm = self._hbm if wanted is Tier.HBM else None
+        device = None if hbm is None else hbm.device_of_shard(session, shard)
         ttl = self._state.lease_ttl_s(ttl_s)
         lease: WriteLease | None = None
         try:
-            for admitted in self._admit_parts(namespace, shard, kv_group, parent, hashes, tier):
+            for admitted in self._admit_parts(namespace, shard, kv_group, parent, hashes, device):
                 if lease is not None:
                     lease.slots = admitted.slots
                 elif len(admitted.slots):
@@ -113,9 +115,9 @@ class Writing:
         if lease is None:
             return Reserved(None, outcomes, (), admitted.reason, admitted.retry_after_s)
         extents = self._state.catalog.slots[lease.tier].extents(lease.slots, None, len(admitted.known))
-        devices = () if self._hbm is None else self._hbm.device_segments(session, extents)
+        segments = () if self._hbm is None else self._hbm.device_segments(session, extents)
         return Reserved(
-            LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s, devices
+            LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s, segments
         )
 
     def _go_on(self, lease: WriteLease | None, namespace: Namespace) -> None:
@@ -172,16 +174,16 @@ class Writing:
         kv_group: int,
         parent: Hashes | None,
         hashes: Hashes,
-        tier: Tier,
+        device: HbmDevice | None,
     ) -> Iterator[Admitted]:
         """What is admitted of a run, after each of its parts, up to the first declined block."""
         # Room in HBM is for all of it or for none.
-        count = len(hashes) if tier is Tier.HBM else BLOCKS_AT_ONCE
+        count = BLOCKS_AT_ONCE if device is None else len(hashes)
         admitted: Admitted | None = None
         for first in range(0, len(hashes), count):
             above = hashes[first - 1 : first] if first else parent
             try:
-                part = self.admit(namespace, shard, kv_group, above, hashes[first:], tier, count, admitted)
+                part = self.admit(namespace, shard, kv_group, above, hashes[first:], device, count, admitted)
             except InvalidRequest:
                 # A repeated hash looks like a block of another chain once it is stored.
                 if first:
@@ -201,13 +203,14 @@ class Writing:
         kv_group: int,
         parent: Hashes | None,
         hashes: Hashes,
-        tier: Tier = Tier.DRAM,
+        device: HbmDevice | None = None,
         count: int = BLOCKS_AT_ONCE,
         before: Admitted | None = None,
     ) -> Admitted:
         """Finds what is kept of the first `count` blocks, reserves slots and rows for the rest of them.
 
         Args:
+            device: where slots are wanted in HBM.
             before: what the part of the run before these blocks got.
         """
         catalog = self._state.catalog
@@ -239,17 +242,17 @@ class Writing:
         newcomers = before.newcomers if before is not None else None
         if newcomers is None:
             newcomers = self._workload.newcomers(namespace, coming[len(known) :], above)
-        slots, reason, tier = self._slots(tier, above, pool, missing, newcomers)
+        slots, reason, tier = self._slots(device, above, pool, missing, newcomers)
         self._reserve(space, above, hashes[len(known) :], tier, slots, newcomers)
         rest = replace(newcomers, returned_count=max(0, newcomers.returned_count - len(slots)))
         return self._admitted(known, missing - len(slots), reason, slots, tier, rest)
 
     def _slots(
-        self, tier: Tier, above: int, pool: int, count: int, newcomers: Newcomers
+        self, device: HbmDevice | None, above: int, pool: int, count: int, newcomers: Newcomers
     ) -> tuple[Slots, DeclineReason | None, Tier]:
-        """Slots in HBM for all of the blocks, when wanted and there are as many; else in DRAM."""
-        if tier is Tier.HBM and self._hbm is not None:
-            slots = self._hbm.allocate_below(above, pool, count)
+        """Slots on the device for all of the blocks, when wanted and there are as many; else in DRAM."""
+        if device is not None:
+            slots = device.allocate_below(above, pool, count)
             if len(slots) == count:
                 return slots, None, Tier.HBM
             self._state.catalog.slots[Tier.HBM].free(slots)
@@ -356,11 +359,8 @@ class Writing:
 
 def _refuse_repeats(hashes: Hashes) -> None:
     """Within one run every block has a hash of its own."""
-    if (
-        len(hashes) > 1
-        and len(np.unique(hashes[:, 0])) < len(hashes)
-        and len(np.unique(hashes, axis=0)) < len(hashes)
-    ):
+    count = len(hashes)
+    if count > 1 and len(np.unique(hashes[:, 0])) < count and len(np.unique(hashes, axis=0)) < count:
         raise InvalidRequest(
             "DUPLICATE_HASH",
             "two blocks of the run have the same prefix hash; a chained hash never repeats: hash the "

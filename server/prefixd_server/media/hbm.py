@@ -1,4 +1,4 @@
-"""The HBM tier's memory: one CUDA allocation per segment, exported to engines by IPC handle.
+"""The HBM tier's memory on one device: a CUDA allocation per segment, exported to engines by IPC handle.
 
 Whole extents are copied at a time, by a stream of their own in each direction. A fault is for good: the
 medium refuses everything from then on, and what a failed copy may still touch is never given back.
@@ -37,7 +37,8 @@ class HbmMedium:
     ) -> None:
         self.segment_bytes = segment_bytes
         self.segment_count = segment_count
-        self._wanted_uuid = uuid
+        self.uuid = uuid
+        """Of the device; what was asked for until it is open."""
         self._timeout_s = timeout_s
         self._gpu: Gpu | None = None
         self._addresses: list[int | None] = [None] * segment_count
@@ -57,14 +58,9 @@ class HbmMedium:
         """Takes the device: its context and a stream per direction. Again does nothing. Raises CudaFault."""
         with self._lock:
             if self._gpu is None:
-                gpu = Gpu(self._wanted_uuid)
+                gpu = Gpu(self.uuid)
                 self._streams = [gpu.stream(), gpu.stream()]
-                self._gpu = gpu
-
-    @property
-    def uuid(self) -> str:
-        """Of the device in use."""
-        return self._device().uuid
+                self._gpu, self.uuid = gpu, gpu.uuid
 
     def allocate(self, segment_index: int) -> None:
         """Gives the segment zeroed memory that can be exported. Raises CudaFault, also for want of memory."""
@@ -154,19 +150,20 @@ class HbmMedium:
 
     # -- host memory ---------------------------------------------------------------------------
 
-    def pin(self, address: int, length_bytes: int) -> None:
-        """Page-locks host memory that copies go to and from.
+    def pin(self, address: int, length_bytes: int) -> bool:
+        """Page-locks host memory that copies go to and from, for all devices; whether it was done.
 
         Where it cannot be, or there is no device, nothing happens: copies are slower, and correct.
         """
         with self._lock:
             if self._gpu is None or self.fault is not None or address in self._pinned:
-                return
+                return False
             try:
                 self._gpu.pin(address, length_bytes)
             except CudaFault:
-                return
+                return False
             self._pinned.add(address)
+            return True
 
     def unpin(self, address: int) -> None:
         """Ends pin() before the memory is unmapped; nothing when it is not pinned."""

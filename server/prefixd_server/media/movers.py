@@ -200,6 +200,22 @@ class _Ticket:
     result: asyncio.Future[object]
 
 
+class JobRunner(Protocol):
+    """Whoever has movers do jobs: one pool of them (Movers), or one a device (hbm_devices.py)."""
+
+    async def run(self, job: Job[R]) -> R:
+        """See Movers.run."""
+        ...
+
+    async def drain(self) -> None:
+        """See Movers.drain."""
+        ...
+
+    def close(self) -> None:
+        """See Movers.close."""
+        ...
+
+
 class Movers:
     """A bounded pool of threads. Every method is called on the event loop.
 

@@ -26,6 +26,7 @@ _BUILT = _SOURCES.parents[2] / "build" / "fake_cuda"
 _LIBRARY = "libcuda.so.1"
 _CAPACITY, _LOST, _HUNG, _QUERIES, _DELAY, _USED, _OPENED = 8, 40, 48, 56, 64, 72, 104
 _HEADER_BYTES = 120
+_EVERY_DEVICE = 0b1111
 
 
 def has_compiler() -> bool:
@@ -110,9 +111,10 @@ class FakeCuda:
             self.set_capacity(self._capacity_bytes, device)
 
     @contextmanager
-    def hanging(self, pid: int) -> Iterator[None]:
-        """Meanwhile no operation of this process gets on, and no event completes."""
-        self._put(_HUNG, pid)
+    def hanging(self, pid: int, device: int | None = None) -> Iterator[None]:
+        """Meanwhile no operation of this process gets on, and no event completes: there, or anywhere."""
+        devices = _EVERY_DEVICE if device is None else 1 << device
+        self._put(_HUNG, pid | devices << 32)
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ int ledger_device_count(void);
 uint64_t ledger_capacity(int device);
 uint64_t ledger_used(int device);
 int ledger_is_lost(int device);
-int ledger_is_hung(void);             /* this process's operations never complete */
+int ledger_is_hung(int device);       /* this process's operations on it never complete */
 uint64_t ledger_extra_queries(void);  /* polls that an event takes beyond its operations */
 uint64_t ledger_copy_delay_us(void);
 /* Books memory of this process; 0 when the device has no room. */

@@ -34,7 +34,8 @@ struct Ledger {
     uint64_t device_count;                /* 0 */
     uint64_t capacity[DEVICE_COUNT_MAX];  /* 8 */
     uint64_t lost_mask;                   /* 40: bit d: device d is lost */
-    uint64_t hung_pid;                    /* 48: this process's operations never complete */
+    uint64_t hung;                        /* 48: a process, whose operations never complete, and from bit 32 */
+                                          /* on a bit for each of its devices that hang */
     uint64_t extra_queries;               /* 56 */
     uint64_t copy_delay_us;               /* 64 */
     uint64_t used[DEVICE_COUNT_MAX];      /* 72: of the last look */
@@ -130,7 +131,9 @@ CUresult ledger_open(void) {
 int ledger_device_count(void) { return (int)ledger->device_count; }
 uint64_t ledger_capacity(int device) { return ledger->capacity[device]; }
 int ledger_is_lost(int device) { return (int)(ledger->lost_mask >> device & 1); }
-int ledger_is_hung(void) { return ledger->hung_pid == self.pid; }
+int ledger_is_hung(int device) {
+    return (ledger->hung & 0xffffffff) == self.pid && (ledger->hung >> 32 >> device & 1);
+}
 uint64_t ledger_extra_queries(void) { return ledger->extra_queries; }
 uint64_t ledger_copy_delay_us(void) { return ledger->copy_delay_us; }
 

@@ -119,7 +119,7 @@ static void append(struct Stream *stream, struct Operation op) {
 /* Carries out the stream's first operation, if it may. Whether it did. */
 static int step(struct Stream *stream) {
     struct Operation *op = stream->first;
-    if (op == NULL || ledger_is_hung())
+    if (op == NULL || ledger_is_hung(stream->context->device))
         return 0;
     if (op->verb == WAIT && op->other->done < op->until)
         return step(op->other);
@@ -168,7 +168,7 @@ CUresult cuStreamDestroy_v2(CUstream handle) {
     struct Stream *stream = stream_of(handle, context, &error);
     if (stream == NULL)
         return leave(error);
-    if (stream->first != NULL && !ledger_is_hung())
+    if (stream->first != NULL && !ledger_is_hung(context->device))
         violation(error, "a stream was destroyed with operations that nobody waited for");
     while (step(stream)) {
     }
