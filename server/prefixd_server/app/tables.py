@@ -58,6 +58,7 @@ def stats(answer: wire.GetStatsResponse) -> None:
         )
     _console().print(table)
     for tier in answer.tiers:
+        _devices(tier)
         name = plain(tier)["tier"]
         if tier.state_reason:
             _console().print(f"{name} is {tier.state}: {tier.state_reason}", markup=False)
@@ -65,6 +66,28 @@ def stats(answer: wire.GetStatsResponse) -> None:
         if faults:
             _console().print(f"{name} faults: {', '.join(faults)}", markup=False)
     _traffic(answer.traffic)
+
+
+def _devices(tier: wire.TierStats) -> None:
+    """Where a tier lies on several devices, one row each."""
+    if len(tier.devices) < 2:
+        return
+    table = _table(
+        *("device", "state", "capacity", "allocated"), *("free", "reserved", "resident", "quarantined")
+    )
+    for device in tier.devices:
+        counts = (
+            device.free_slot_count,
+            device.reserved_slot_count,
+            device.resident_slot_count,
+            device.quarantined_slot_count,
+        )
+        table.add_row(
+            *(device.uuid, device.state),
+            *map(human_size, (device.capacity_bytes, device.allocated_bytes)),
+            *(f"{count:,}" for count in counts),
+        )
+    _console().print(table)
 
 
 def _traffic(traffic: wire.Traffic) -> None:

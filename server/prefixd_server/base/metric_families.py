@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from prefixd_server.base.accounts import Stats, TierStats
+from prefixd_server.base.accounts import DeviceStats, Stats, TierStats
 from prefixd_server.base.traffic import LinkStats
 from prefixd_server.base.types import Tier
 
@@ -76,6 +76,28 @@ def _tenant(name: str, about: str, read: Callable[[Stats], float]) -> Family:
         about,
         lambda scrape: (((tenant,), read(stats)) for tenant, stats in scrape.tenants.items()),
     )
+
+
+def _device(name: str, about: str, read: Callable[[DeviceStats], float]) -> Family:
+    """A gauge of each device of the HBM tier."""
+    return Family(
+        name,
+        GaugeMetricFamily,
+        ("device",),
+        about,
+        lambda scrape: (((device.uuid,), read(device)) for device in _devices(scrape)),
+    )
+
+
+def _devices(scrape: Scrape) -> Iterator[DeviceStats]:
+    for tier in scrape.node.tiers:
+        yield from tier.devices
+
+
+def _device_slots(scrape: Scrape) -> Values:
+    for device in _devices(scrape):
+        for state in SLOT_STATES:
+            yield (device.uuid, state), getattr(device, f"{state}_slot_count")
 
 
 def _slots(scrape: Scrape) -> Values:
@@ -148,6 +170,23 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _tier("prefixd_tier_assigned_slots", "Slots in assigned segments.", lambda tier: tier.slot_count),
     Family("prefixd_tier_slots", GaugeMetricFamily, ("tier", "state"), "Slots, by state.", _slots),
+    _device(
+        "prefixd_device_ready",
+        "1 while blocks are read from the device and written to it.",
+        lambda device: float(device.is_ready),
+    ),
+    _device(
+        "prefixd_device_allocated_bytes",
+        "Bytes of the HBM tier that were allocated on the device so far.",
+        lambda device: device.allocated_bytes,
+    ),
+    Family(
+        "prefixd_device_slots",
+        GaugeMetricFamily,
+        ("device", "state"),
+        "Slots of the HBM tier on the device, by state.",
+        _device_slots,
+    ),
     Family(
         "prefixd_tier_faults",
         CounterMetricFamily,

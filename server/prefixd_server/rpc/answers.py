@@ -11,7 +11,15 @@ from prefixd.v1 import admin_service_pb2 as admin
 from prefixd.v1 import cache_service_pb2 as wire
 from prefixd.v1 import types_pb2
 
-from prefixd_server.base.accounts import BlockInfo, Explanation, LeaseInfo, NamespaceInfo, Stats, TierStats
+from prefixd_server.base.accounts import (
+    BlockInfo,
+    DeviceStats,
+    Explanation,
+    LeaseInfo,
+    NamespaceInfo,
+    Stats,
+    TierStats,
+)
 from prefixd_server.base.traffic import Traffic
 from prefixd_server.base.types import (
     Acquired,
@@ -252,6 +260,21 @@ def _tier_stats(value: TierStats) -> admin.TierStats:
         state=value.state,
         state_reason=value.state_reason,
         fault_counts={kind.value: count for kind, count in value.fault_counts.items()},
+        devices=[_device_stats(device) for device in value.devices],
+    )
+
+
+def _device_stats(value: DeviceStats) -> admin.DeviceStats:
+    return admin.DeviceStats(
+        uuid=value.uuid,
+        capacity_bytes=value.capacity_bytes,
+        allocated_bytes=value.allocated_bytes,
+        free_slot_count=value.free_slot_count,
+        reserved_slot_count=value.reserved_slot_count,
+        resident_slot_count=value.resident_slot_count,
+        quarantined_slot_count=value.quarantined_slot_count,
+        state=value.state,
+        state_reason=value.state_reason,
     )
 
 
