@@ -60,6 +60,11 @@ class Stored:
         return served
 
 
+def rounds(engine: EngineProcess) -> int:
+    """Puts and gets that an engine has done beside the test."""
+    return int(engine.ask("churn_counts")["rounds"])
+
+
 def begin(directory: Path, failpoints: str = "") -> NvmeDaemon:
     """The old daemon, at work."""
     daemon = NvmeDaemon(directory, failpoints)
@@ -75,6 +80,7 @@ def test_nvme_goes_to_the_new_daemon_and_the_old_one_ends(directory: Path) -> No
         with successor(directory) as new:
             wait_until_it_serves(new)
             assert old.wait() == Exit.OK
+            new.wait_until_recovered()
             assert new.nvme.resident_slot_count >= kept
             assert stored.read(new) >= kept
             assert lock_holder(directory) == new.process.pid
@@ -95,14 +101,16 @@ def test_engines_at_work_see_no_error_and_go_on_with_the_new_daemon(directory: P
         for engine in (first, second):
             engine.ask("open", name="model")
             engine.ask("churn_start", name="model")
+            wait_for(lambda engine=engine: rounds(engine) > 0, "an engine at work")
         boot = first.ask("status")["boot"]
         with successor(directory) as new:
             wait_until_it_serves(new)
             assert old.wait() == Exit.OK
             for engine in (first, second):
                 assert engine.ask("wait_state", state="ready", not_boot=boot)["state"] == "ready"
+                done = rounds(engine)
+                wait_for(lambda engine=engine, done=done: rounds(engine) > done, "an engine that goes on")
                 counts = engine.ask("churn_stop")
-                assert counts["rounds"] > 0
                 assert (counts["wrong"], counts["raised"]) == (0, 0), counts
                 assert engine.ask("put", name="model", run="later", count=4, patience_s=5.0)["declined"] == 0
                 assert engine.ask("get", name="model", run="later", count=4)["true"] == 4
@@ -226,6 +234,7 @@ def test_takeovers_follow_one_another(directory: Path) -> None:
                 wait_until_it_serves(daemons[-1])
                 assert daemons[-2].wait() == Exit.OK
             calls = NvmeCalls(first.socket)
+            calls.wait_until_recovered()
             assert stored.read(calls) >= STORED_COUNT
             assert_balanced(calls)
         finally:

@@ -23,7 +23,8 @@ from tests.support.wire import short_directory
 NEW_TOKENS = 2
 PROMPT_BLOCKS, PROMPT_COUNT = 8, 90
 """720 blocks, and memory for 512."""
-ON_DISK_COUNT = 64
+ON_DISK_COUNT = 128
+"""More than the replies under the new daemon bring back before it is looked at: they are the next in turn."""
 SETTINGS = ("dram.segment=2MiB", "nvme.size=64MiB", "nvme.segment=2MiB", "nvme.latency_max_s=60")
 REPLIES_AFTER, REFERENCE_EVERY = 5, 9
 
