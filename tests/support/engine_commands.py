@@ -305,7 +305,7 @@ class EngineCommands:
         try:
             getattr(session.stub, method)(request, timeout=5.0)
         except grpc.RpcError as error:
-            return failure_of(error).reason
+            return failure_of(error, method).reason
         return ""
 
 
