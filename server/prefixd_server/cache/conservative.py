@@ -4,7 +4,7 @@ Prefetch and background migration stop; demand reads and the evictions that are
 needed do not. The mode begins when a pressure has been high for a while, and ends
 when all have been low for longer: hysteresis in level and in time.
 
-Pure but for the log: times are arguments, monotonic seconds.
+Pure: times are arguments, monotonic seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-import structlog
-
 HIGH = 0.9
 """Pressure that begins the mode once it has lasted for ENTER_AFTER_S."""
 LOW = 0.7
 """Pressure below which all must stay for LEAVE_AFTER_S to end it."""
 ENTER_AFTER_S = 0.5
 LEAVE_AFTER_S = 2.0
-
-log = structlog.get_logger(__name__)
 
 
 class Setting(Enum):
@@ -87,6 +83,5 @@ class ConservativeMode:
     def _change(self, on: bool, reason: str, now: float) -> None:
         if on != self.mode.on:
             self.entered_count += on
-            log.warning("conservative mode " + ("begins" if on else "ends"), reason=reason)
         if (on, reason) != (self.mode.on, self.mode.reason):
             self.mode = Mode(on, reason, now if on != self.mode.on else self.mode.since)

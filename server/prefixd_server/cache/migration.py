@@ -6,6 +6,8 @@ waits for a turn (governor.py).
 
 from __future__ import annotations
 
+import structlog
+
 from prefixd_server.base.config import MigrationConfig
 from prefixd_server.base.traffic import Traffic, TransferCount
 from prefixd_server.base.types import Tier
@@ -18,6 +20,9 @@ from prefixd_server.cache.watching import ConservativeModeChanged, Watchers
 
 DRAM_NVME = frozenset({Tier.DRAM, Tier.NVME})
 HBM_DRAM = frozenset({Tier.HBM, Tier.DRAM})
+DRAM_HELD = "DRAM that may not be given up"
+
+log = structlog.get_logger(__name__)
 
 
 class Migration:
@@ -46,7 +51,7 @@ class Migration:
             f"demand on the {governor.name} link": governor.demand_share()
             for governor in self.governors.values()
         }
-        pressures["DRAM that may not be given up"] = self._dram_held_share()
+        pressures[DRAM_HELD] = self._dram_held_share()
         mode = self.mode.observe(pressures, now)
         self._changed()
         self.background_may_begin = not mode.on and self.pace.factor(now) > 0
@@ -97,6 +102,7 @@ class Migration:
             governor.keep_for_demand(mode.on)
         if mode.on is not self._told_on:
             self._told_on = mode.on
+            log.warning("conservative mode " + ("begins" if mode.on else "ends"), reason=mode.reason)
             at = self._state.clock.wall()
             self._watchers.tell_all(ConservativeModeChanged(at, mode.on, mode.reason))
 

@@ -4,7 +4,11 @@ The policy chooses each node once and not again every tick: chosen nodes stand i
 a line until they are dropped, used again, or changed. So the work of a tick
 follows what was stored since the last one, and not how much is kept.
 
-Not here: how much stands in line (scheduler.py), and copying (transfers.py).
+The line tells what to copy. What is dropped, and in which order, the policy says when
+room is needed: of what may go without a loss (`ready`) the least important.
+
+The simulator keeps such lines too. Not here: how much stands in line (scheduler.py),
+and copying (transfers.py).
 """
 
 from __future__ import annotations
@@ -12,15 +16,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_SLOT, Rows, Tier
-from prefixd_server.cache.state import State
+from prefixd_server.base.clock import Clock
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
+from prefixd_server.base.views import Evictable
+from prefixd_server.cache.state import Metered
+from prefixd_server.catalog.columns import BlockColumns
 from prefixd_server.catalog.nodes import NO_NODE
 from prefixd_server.catalog.reserved import reserve
-from prefixd_server.policy.policy import DaemonPolicy, Victims
+from prefixd_server.catalog.tree import PrefixTree
+from prefixd_server.policy.policy import Policy, Victims
 
 CHOICE_BLOCK_COUNT_MAX = 256
 """Blocks chosen in one step, about a millisecond of the loop."""
@@ -30,44 +40,95 @@ CHOICE_BLOCK_COUNT_MIN = 256
 SWEEP_COUNT_MAX = 4
 """Nodes in line that are looked at in one step, whether they were used since."""
 ASK_COUNT_MAX = 16
-"""Nodes in line that are asked in one step whether they can go."""
+"""Nodes in line that are asked in one step whether they are stored."""
+PASS_COUNT_MAX = 16
+"""Nodes that one eviction leaves because they are still to be copied; then it drops rather than waits."""
 AFRESH_EVERY = 16
 """Choices by age that go on where the last one ended, before one looks at what those left behind."""
+
+
+class Kept(Protocol):
+    """The catalog, as far as a line asks it."""
+
+    @property
+    def tree(self) -> PrefixTree:
+        """What is kept, by node."""
+        ...
+
+    @property
+    def columns(self) -> BlockColumns:
+        """Where each block lies."""
+        ...
+
+    def evictable(self, tier: Tier) -> Evictable:
+        """What may leave the tier now."""
+        ...
+
+
+class Chooser(Protocol):
+    """The state, as far as a line needs it."""
+
+    @property
+    def catalog(self) -> Kept:
+        """What is kept."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """Which chooses now."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """Its now()."""
+        ...
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The policy's."""
+        ...
+
+    @property
+    def metered(self) -> list[Metered]:
+        """Whose memory counts as metadata."""
+        ...
 
 
 @dataclass(slots=True)
 class Entry:
     """A node in line.
 
-    used_at: its last use when it was chosen; count: of its deepest copies; tried: whether its
-    copy was under way; ready: it may go, since NVMe has it or will not have it.
+    used_at: its last use when it was chosen; count: of its deepest copies. asked_from: the first row
+    of its run that NVMe was asked to take; when that is still the first that NVMe has not, it was refused.
+    settled: it may go. NVMe took it, or has better use for the room, at once or by now.
     """
 
     node: int
     used_at: float
     count: int
-    ready: bool
-    tried: bool = False
+    asked_from: int = NO_ROW
+    settled: bool = False
 
 
 class NextToGo:
     """See the module. Owned by the event loop."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: Chooser) -> None:
         self._state = state
         node_count_max = state.catalog.tree.nodes.row_count_max
         self._in_line: NDArray[np.bool_] = reserve(np.bool_, node_count_max)
-        self._lines: dict[int, deque[Entry]] = {}
+        self._lines: dict[int, dict[int, Entry]] = {}
+        """By pool and node; those that were looked at longest ago first."""
         self._unstored: dict[int, deque[Entry]] = {}
-        """Of those in line, the ones that are not ready."""
-        self._shown: dict[int, Entry] = {}
-        """What unstored() has shown last, by its deepest row."""
+        """Of those in line, the ones that are not settled."""
+        self._planned: dict[int, list[Entry]] = {}
+        """Those of the last plan, by the first row of each one's run that NVMe has not."""
         self._block_counts: dict[int, int] = {}
         self._reached: dict[int, tuple[int, float]] = {}
         """How far a policy that goes by age has come in each pool: the node, and when that was used."""
         self._until_afresh: dict[int, int] = {}
         """Choices until the next that begins at the old end: at once when only a part of a node has gone."""
-        self._chooser: DaemonPolicy | None = None
+        self._chooser: Policy | None = None
         state.metered.append(self)
 
     # -- choosing ------------------------------------------------------------------------------
@@ -78,23 +139,27 @@ class NextToGo:
             self._chooser = self._state.policy
             for other in list(self._lines):
                 self._clear(other)
-        line = self._lines.setdefault(pool, deque())
-        for _ in range(min(SWEEP_COUNT_MAX, len(line))):
-            entry = line.popleft()
-            if self._holds(entry):
-                line.append(entry)
-            else:
-                self._leave(pool, entry)
+        self.sweep(pool, SWEEP_COUNT_MAX)
+        line = self._lines.setdefault(pool, {})
         short = block_count - self.block_count(pool)
         if short > 0 and short >= min(CHOICE_BLOCK_COUNT_MIN, CHOICE_SHARE_MIN * block_count):
             short = min(short, CHOICE_BLOCK_COUNT_MAX)
             for node, count in self._victims(pool, short):
-                entry = Entry(node, self._last_use(node), count, self._is_stored(node, count))
+                entry = line[node] = Entry(node, self._last_use(node), count)
                 self._in_line[node] = True
                 self._block_counts[pool] = self.block_count(pool) + count
-                line.append(entry)
-                if not entry.ready:
+                entry.settled = self._is_stored(node, count)
+                if not entry.settled:
                     self._unstored.setdefault(pool, deque()).append(entry)
+
+    def sweep(self, pool: int, node_count: int) -> None:
+        """Looks at so many nodes, those that were looked at longest ago: what has changed leaves the line."""
+        line = self._lines.get(pool, {})
+        for entry in list(islice(line.values(), node_count)):
+            if self._holds(entry):
+                line[entry.node] = line.pop(entry.node)
+            else:
+                self._leave(pool, entry)
 
     def _victims(self, pool: int, block_count: int) -> Victims:
         evictable = self._state.catalog.evictable(Tier.DRAM)
@@ -122,77 +187,116 @@ class NextToGo:
         """Memory: a byte for each node that was ever there."""
         return self._state.catalog.tree.nodes.high_water
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- copying -------------------------------------------------------------------------------
 
     def block_count(self, pool: int) -> int:
         """Copies in line, some of which have been used since."""
         return self._block_counts.get(pool, 0)
 
-    def unstored(self, pool: int, claimed: Container[int]) -> Iterator[Rows]:
-        """Rows of nodes in line that NVMe does not have yet, deepest first, some nodes at a time.
+    def has_unstored(self, pool: int) -> bool:
+        """Whether nodes in line are still to be asked about."""
+        return bool(self._unstored.get(pool))
 
-        Once its rows were claimed and are no more, a node may go with or without a copy: when none
-        came about, NVMe has better use for the room. That they are claimed is seen here, or told by begun().
+    def plan(self, pool: int, claimed: Container[int], block_count: int) -> list[Rows]:
+        """About as many blocks that NVMe is to be asked to take: one array a space, parents first.
+
+        What NVMe keeps outlives a restart, so it is whole: ancestors without a copy there come too.
 
         Args:
             claimed: rows on their way already.
         """
+        catalog = self._state.catalog
+        chosen: dict[int, dict[int, None]] = {}
+        for rows in self.unstored(pool, claimed):
+            fresh = [row for row in rows.tolist() if row not in claimed]
+            space = catalog.tree.nodes.mv.space[catalog.columns.mv.node[int(rows[0])]]
+            chosen.setdefault(space, {}).update(dict.fromkeys(fresh))
+            block_count -= len(fresh)
+            if block_count <= 0:
+                break
+        return [np.array(list(rows), dtype=np.int32) for rows in chosen.values() if rows]
+
+    def unstored(self, pool: int, claimed: Container[int]) -> Iterator[Rows]:
+        """Of nodes in line that NVMe has not, the rows to copy, parents first; some nodes at a time.
+
+        Args:
+            claimed: rows on their way already.
+        """
+        self._planned.clear()
         unstored = self._unstored.get(pool, deque())
-        self._shown.clear()
         for _ in range(min(ASK_COUNT_MAX, len(unstored))):
             entry = unstored.popleft()
             if not self._holds(entry):
                 continue
-            rows = self._rows(entry.node, entry.count)
-            if int(rows[0]) in claimed:
-                entry.tried = True
-            elif entry.tried or self._is_stored(entry.node, entry.count):
-                entry.ready = True
+            entry.settled = self._is_stored(entry.node, entry.count)
+            if entry.settled:
                 continue
-            else:
-                self._shown[int(rows[0])] = entry
+            deepest = int(self._rows(entry.node, 1)[0])
+            rows = self._state.catalog.tree.path_without(Tier.NVME, deepest)
+            first = int(rows[0])
+            entry.settled = first == entry.asked_from and first not in claimed
+            if not entry.settled:
+                unstored.append(entry)
+                self._planned.setdefault(first, []).append(entry)
                 yield rows
-            unstored.append(entry)
 
-    def begun(self, rows: Rows) -> None:
-        """Copies of these rows, just shown, are begun: they may have come to nothing before anybody asks."""
+    def asked(self, rows: Rows) -> None:
+        """NVMe is asked to take these rows of the last plan; it is asked once."""
         for row in rows.tolist():
-            entry = self._shown.get(row)
-            if entry is not None:
-                entry.tried = True
+            for entry in self._planned.pop(row, ()):
+                entry.asked_from = row
 
-    def take(self, pool: int, block_count: int) -> Iterator[Rows]:
-        """Takes copies that are ready to go out of line, up to `block_count`: to be dropped now."""
-        line = self._lines.get(pool)
-        if line is None:
-            return
+    # -- dropping ------------------------------------------------------------------------------
+
+    def ready(self, pool: int) -> Evictable:
+        """What may leave DRAM now, for one eviction: NVMe has it, or has better use for the room.
+
+        It leaves a few nodes that are still to be copied; beyond them everything goes that may.
+        """
+        line = self._lines.get(pool, {})
+        evictable = self._state.catalog.evictable(Tier.DRAM)
+        left_count = 0
+
+        def count(node: int, limit: int) -> int:
+            nonlocal left_count
+            going = evictable(node, limit)
+            if going == 0 or left_count == PASS_COUNT_MAX or self._is_stored(node, going):
+                return going
+            entry = line.get(node)
+            if entry is not None and entry.settled and self._holds(entry):
+                return min(going, entry.count)
+            left_count += 1
+            return 0
+
+        return count
+
+    def spare(self, pool: int, count: int) -> Victims:
+        """Up to so many copies that cost nothing to drop: NVMe has them. Of a few nodes in line."""
         evictable = self._state.catalog.evictable(Tier.DRAM)
         kids = self._state.catalog.tree.tiers[Tier.DRAM].kids_view
-        passed: list[Entry] = []
-        while line and block_count > 0:
-            entry = line.popleft()
+        victims: Victims = []
+        for entry in islice(self._lines.get(pool, {}).values(), ASK_COUNT_MAX):
             # What was stored below it since, or stays there, needs it.
-            may_go = self._holds(entry) and not kids[entry.node]
-            going = evictable(entry.node, min(entry.count, block_count)) if may_go else 0
-            if going and not entry.ready:
-                entry.ready = self._is_stored(entry.node, entry.count)
-                if not entry.ready:
-                    passed.append(entry)
-                    if len(passed) == ASK_COUNT_MAX:
-                        break
-                    continue
-            block_count -= going
-            if going and going < entry.count:
-                entry.count -= going
-                self._block_counts[pool] -= going
-                passed.append(entry)
-            else:
-                self._leave(pool, entry)
-                if 0 < going < self._copies(entry.node):
-                    self._until_afresh[pool] = 0
-            if going:
-                yield self._rows(entry.node, going)
-        line.extendleft(reversed(passed))
+            if count > 0 and self._holds(entry) and not kids[entry.node]:
+                going = evictable(entry.node, min(entry.count, count))
+                if going and self._is_stored(entry.node, going):
+                    victims.append((entry.node, going))
+                    count -= going
+        return victims
+
+    def dropped(self, pool: int, node: int, count: int) -> None:
+        """So many of the node's deepest copies leave DRAM now."""
+        entry = self._lines.get(pool, {}).get(node)
+        if count < self._copies(node):
+            # What is left of it is as old as it was, and goes before what is newer.
+            self._until_afresh[pool] = 0
+        if entry is None:
+            return
+        if self._holds(entry) and count < entry.count:
+            entry.count -= count
+            self._block_counts[pool] -= count
+        else:
+            self._leave(pool, entry)
 
     # -- entries -------------------------------------------------------------------------------
 
@@ -218,11 +322,12 @@ class NextToGo:
         return bool((slots[self._rows(node, count)] != NO_SLOT).all())
 
     def _leave(self, pool: int, entry: Entry) -> None:
+        del self._lines[pool][entry.node]
         self._in_line[entry.node] = False
         self._block_counts[pool] -= entry.count
 
     def _clear(self, pool: int) -> None:
         self._unstored.pop(pool, None)
         self._reached.pop(pool, None)
-        for entry in self._lines.pop(pool):
+        for entry in list(self._lines[pool].values()):
             self._leave(pool, entry)

@@ -124,6 +124,7 @@ class Room:
         worth: float = AT_ANY_PRICE,
         evictable: Evictable | None = None,
         slack: int = 0,
+        device: int = 0,
     ) -> int:
         """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed.
 
@@ -131,18 +132,19 @@ class Room:
             worth: what goes is worth less, to a policy that compares.
             evictable: what may go, where that is less than the catalog lets go.
             slack: copies beyond `count` that go when NVMe has them: no block is forgotten for these.
+            device: of the tier.
         """
         catalog = self._state.catalog
         tenant = catalog.namespaces.pool_of(pool).tenant
         line = self.next_to_go if tier is Tier.DRAM else None
-        choices = [evictable or catalog.evictable(tier)]
+        choices = [evictable or catalog.evictable(tier, device)]
         if line is not None:
             choices.insert(0, line.ready(pool))
         evicted = 0
         for may_go in choices:
-            view = catalog.tree.view(tier, pool, may_go)
+            view = catalog.tree.view(tier, pool, may_go, device=device)
             while evicted < count:
-                freed = self._drop(pool, tier, self._victims(view, count - evicted, worth))
+                freed = self._drop(pool, tier, self._victims(view, count - evicted, worth), device)
                 if freed == 0:
                     break
                 evicted += freed
@@ -151,13 +153,13 @@ class Room:
         self._state.counters_of(tenant).evicted += evicted
         return evicted
 
-    def _drop(self, pool: int, tier: Tier, victims: Victims) -> int:
+    def _drop(self, pool: int, tier: Tier, victims: Victims, device: int = 0) -> int:
         """Evicts victims; slots freed."""
         freed = 0
         for node, count in victims:
             if tier is Tier.DRAM and self.next_to_go is not None:
                 self.next_to_go.dropped(pool, node, count)
-            rows = self._state.catalog.tree.tail_rows(tier, node, count)
+            rows = self._state.catalog.tree.tail_rows(tier, node, count, device)
             freed += self._state.apply(CopiesEvicted(tier, rows)).freed_count
         return freed
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
-
 from prefixd_server.base.types import Rows, Tier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
 from prefixd_server.cache.next_to_go import NextToGo
@@ -91,8 +89,8 @@ class Scheduler:
                     if len(self._demotions) >= BATCHES_UNDER_WAY_MAX:
                         return begun
                     batch = rows[first : first + at_once]
+                    self._next_to_go.asked(batch)
                     task = self._transfers.begin_demotion(batch)
-                    self._next_to_go.begun(batch)
                     self._demotions.add(task)
                     task.add_done_callback(self._demotions.discard)
                     begun.append(task)
@@ -112,20 +110,17 @@ class Scheduler:
         if wanted <= 0:
             return []
         self._next_to_go.choose(pool, wanted)
-        claimed = self._transfers.claimed
-        chosen: dict[int, dict[int, None]] = {}
-        left = BATCHES_UNDER_WAY_MAX * self._batch_count(pool)
-        for rows in self._next_to_go.unstored(pool, claimed):
-            missing = catalog.tree.path_without(Tier.NVME, int(rows[0])).tolist()
-            fresh = [row for row in missing if row not in claimed]
-            chosen.setdefault(int(catalog.columns.space[rows[0]]), {}).update(dict.fromkeys(fresh))
-            left -= len(fresh)
-            if left <= 0:
-                break
-        return [np.array(list(rows), dtype=np.int32) for rows in chosen.values() if rows]
+        return self._next_to_go.plan(
+            pool, self._transfers.claimed, BATCHES_UNDER_WAY_MAX * self._batch_count(pool)
+        )
 
     def _batch_count(self, pool: int) -> int:
         """Blocks of one batch."""
         catalog = self._state.catalog
-        most = int(catalog.slots[Tier.DRAM].slot_count(pool) * BATCH_SHARE_MAX)
-        return max(1, min(most, BATCH_BYTES_MAX // catalog.namespaces.pool_of(pool).slot_bytes))
+        slot_count = catalog.slots[Tier.DRAM].slot_count(pool)
+        return batch_count(slot_count, catalog.namespaces.pool_of(pool).slot_bytes)
+
+
+def batch_count(slot_count: int, slot_bytes: int) -> int:
+    """Blocks that are demoted in one batch, of a pool of so many slots."""
+    return max(1, min(int(slot_count * BATCH_SHARE_MAX), BATCH_BYTES_MAX // slot_bytes))

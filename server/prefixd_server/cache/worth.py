@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from prefixd_server.base.types import Rows, Tier
+from prefixd_server.base.views import Nodes, TierView
 from prefixd_server.cache.state import State
 from prefixd_server.policy.learning import LearningPolicy
+from prefixd_server.policy.policy import Policy
 
 AT_ANY_PRICE = float("inf")
 
@@ -23,16 +25,20 @@ def by_worth(state: State, rows: Rows) -> tuple[Rows, Parts]:
     Args:
         rows: parents first.
     """
-    catalog, policy = state.catalog, state.policy
-    if not isinstance(policy, LearningPolicy):
-        return rows, [(len(rows), AT_ANY_PRICE)]
-    nodes = catalog.columns.node[rows]
-    edges = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(rows)]
-    firsts = nodes[edges[:-1]]
+    catalog = state.catalog
     namespace, _, group = catalog.namespaces.owner(int(catalog.columns.space[rows[0]]))
     pool = catalog.namespaces.pool(namespace.tenant, namespace.spec.kv_groups[group].slot_bytes)
     view = catalog.tree.view(Tier.DRAM, pool, lambda _node, _limit: 0)
-    scores = state.policy.scores(view, firsts, state.clock.now()).tolist()
+    return ranked(state.policy, view, rows, catalog.columns.node[rows], state.clock.now())
+
+
+def ranked(policy: Policy, view: TierView, rows: Rows, nodes: Nodes, now: float) -> tuple[Rows, Parts]:
+    """by_worth() of blocks of one view, of which `nodes` tells the node of each."""
+    if not isinstance(policy, LearningPolicy):
+        return rows, [(len(rows), AT_ANY_PRICE)]
+    edges = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(rows)]
+    firsts = nodes[edges[:-1]]
+    scores = policy.scores(view, firsts, now).tolist()
     worth: dict[int, float] = {}
     for node, above, score in zip(firsts.tolist(), view.parent[firsts].tolist(), scores, strict=True):
         worth[node] = min(score, worth.get(above, AT_ANY_PRICE))

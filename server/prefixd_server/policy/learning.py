@@ -12,12 +12,12 @@ import numpy as np
 from prefixd_server.base.types import Hashes, StopReason
 from prefixd_server.base.views import TierView
 from prefixd_server.policy.importance import Access, Newcomers
-from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.policy.policy import DaemonPolicy, Victims
 from prefixd_server.policy.shortlist import Shortlist
 
 
 @runtime_checkable
-class LearningPolicy(Policy, Protocol):
+class LearningPolicy(DaemonPolicy, Protocol):
     """See the module; importance.ImportancePolicy tells what each call means."""
 
     def on_access(
