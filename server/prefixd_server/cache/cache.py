@@ -20,7 +20,7 @@ from prefixd_server.cache.companions import Companions
 from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
-from prefixd_server.cache.evicting import Evicting
+from prefixd_server.cache.evicting import PAUSE_S, Evicting
 from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.migration import Migration
@@ -104,7 +104,7 @@ class Cache:
         self.watchers = watchers
         evicting = Evicting(state)
         self.evict = at_once(evicting.evict)
-        self.evict_in_turns = in_turns(evicting.evict)
+        self.evict_in_turns = in_turns(evicting.evict, PAUSE_S)
         self.pin = administration.pin
         self.list_leases = administration.list_leases
         self.list_namespaces = administration.list_namespaces

@@ -21,6 +21,8 @@ from prefixd_server.catalog.nodes import NO_NODE
 from prefixd_server.catalog.passes import StepsTo, copied
 
 T = TypeVar("T")
+PAUSE_S = 0.001
+"""After each batch, which takes as long."""
 BATCH_BLOCK_COUNT = 512
 BATCH_NODE_COUNT = 64
 NODES_IN_A_STEP = 1024

@@ -31,8 +31,13 @@ def at_once(work: Callable[P, Turns[T]]) -> Callable[P, T]:
     return whole
 
 
-def in_turns(work: Callable[P, Turns[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The same with others' turns between its own. Cancelled, the generator is ended where it stands."""
+def in_turns(work: Callable[P, Turns[T]], pause_s: float = 0.0) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The same with others' turns between its own. Cancelled, the generator is ended where it stands.
+
+    Args:
+        pause_s: after each turn, for work that nobody is in a hurry for: a call takes several turns of
+            the loop, and would wait for as many of the work's.
+    """
 
     @wraps(work)
     async def one_by_one(*args: P.args, **more: P.kwargs) -> T:
@@ -44,7 +49,7 @@ def in_turns(work: Callable[P, Turns[T]]) -> Callable[P, Coroutine[Any, Any, T]]
                 except StopIteration as done:
                     result: T = done.value
                     return result
-                await asyncio.sleep(0)
+                await asyncio.sleep(pause_s)
         finally:
             turns.close()
 
