@@ -73,7 +73,7 @@ class SchedulerSide:
         self._next_loads: list[LoadJob] = []
         self._next_saves: list[SaveJob] = []
         self._next_held: set[str] = set()
-        self._next_reports: list[tuple[NamespaceSpec, UsageReport]] = []
+        self._next_reports: list[tuple[NamespaceSpec, Callable[[], UsageReport]]] = []
         self._book = SaveBook(worker_count)
         self._estimates = Estimates(block_tokens, settings.wait_max_s)
         self.events = KvEvents(block_tokens, enabled=tell_events)
@@ -109,7 +109,8 @@ class SchedulerSide:
         is reported to have started or ended.
         """
         tracked = self._track(request)
-        self._tell(tracked, tracked.life.queued(request.block_hashes, len(self._queued)))
+        run, place = request.block_hashes[:], len(self._queued)
+        self._tell(tracked, partial(tracked.life.queued, run, place))
         self._queued.add(tracked.request_id)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -233,7 +234,7 @@ class SchedulerSide:
         self._queued.discard(request.request_id)
         if tracked is None:
             return False
-        self._tell(tracked, tracked.life.finished(self._now(), request, self._block_tokens))
+        self._tell(tracked, partial(tracked.life.finished, self._now(), request, self._block_tokens))
         loading = tracked.phase is Phase.LOADING
         tracked.drop_lease()
         if loading or not block_ids:
@@ -303,9 +304,8 @@ class SchedulerSide:
         if tracked.life.started_at is None:
             own = max(0, request.num_computed_tokens - tracked.life.loaded_tokens) // self._block_tokens
             self._queued.discard(tracked.request_id)
-            report = tracked.life.started(now, own)
-            if report is not None:
-                self._tell(tracked, report)
+            tracked.life.start(now, own)
+            self._tell(tracked, tracked.life.started)
         elif request.num_output_tokens > 0:
             seconds = tracked.life.prefilled(now)
             if seconds is not None:
@@ -343,8 +343,8 @@ class SchedulerSide:
             job_id=next(self._job_ids),
             request_id=tracked.request_id,
             namespace=tracked.namespace,
-            parent_hash=bytes(hashes[first - 1]) if first else b"",
-            hashes=tuple(map(bytes, hashes[first:last])),
+            parent_hash=hashes[first - 1] if first else b"",
+            hashes=tuple(hashes[first:last]),
             block_ids=tuple(block_ids[first:last]),
             recompute_cost_s=self._estimates.compute_s(last - first),
         )
@@ -385,11 +385,12 @@ class SchedulerSide:
         if tracked is not None and dropped:
             tracked.unkept_from = 0
 
-    def _tell(self, tracked: Tracked, report: UsageReport) -> None:
+    def _tell(self, tracked: Tracked, report: Callable[[], UsageReport]) -> None:
+        """Sends a report with the step; it is made on the background thread, of what does not change."""
         if self._settings.report_usage and tracked.namespace is not None:
             self._next_reports.append((tracked.namespace, report))
 
-    def _send(self, reports: list[tuple[NamespaceSpec, UsageReport]]) -> None:
+    def _send(self, reports: list[tuple[NamespaceSpec, Callable[[], UsageReport]]]) -> None:
         """On a background thread."""
         for namespace, report in reports:
-            self._cache.report_usage(namespace, report)
+            self._cache.report_usage(namespace, report())

@@ -32,14 +32,17 @@ class Life:
             queue_position=queue_position,
         )
 
-    def started(self, now: float, engine_hit_blocks: int) -> UsageReport | None:
-        """The request was scheduled; a report the first time."""
-        if self.started_at is not None:
-            return None
+    def start(self, now: float, engine_hit_blocks: int) -> None:
+        """The request was scheduled for the first time."""
         self.started_at = now
         self.engine_hit_blocks = engine_hit_blocks
+
+    def started(self) -> UsageReport:
+        """The same, to tell."""
         return UsageReport(
-            request_id=self.request_id, phase=RequestPhase.STARTED, engine_hit_block_count=engine_hit_blocks
+            request_id=self.request_id,
+            phase=RequestPhase.STARTED,
+            engine_hit_block_count=self.engine_hit_blocks,
         )
 
     def prefilled(self, now: float) -> float | None:
