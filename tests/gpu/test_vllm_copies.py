@@ -120,6 +120,8 @@ def test_a_stuck_copy_comes_before_what_the_engine_computes_later(scene: Scene) 
         assert scene.copies.load(lease, 0, 0, [3]) == 0
         assert scene.copies.is_lost
         scene.gpu.write(3, BEFORE)
+    scene.gpu.read(3)
+    scene.gpu.finish(scene.copies._stream)
     assert scene.gpu.read(3) == BEFORE
 
 

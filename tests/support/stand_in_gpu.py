@@ -105,9 +105,13 @@ class StandInGpu:
         for address, length in pieces:
             self.driver.copy(target, address, length, stream)
             target += length
+        self.finish(stream)
+        return bytes(found)
+
+    def finish(self, stream: int) -> None:
+        """Returns when the stream has done what it was given."""
         with self.driver._current():
             self.driver._call("cuStreamSynchronize", stream)
-        return bytes(found)
 
     def mark(self) -> int:
         """An event behind what was computed so far."""
