@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from prefixd_server.base.errors import NotFound, StateConflict
 from prefixd_server.base.types import DeclineReason, LeaseRelease
+from prefixd_server.cache.administration import RELEASES_IN_A_STEP
+from prefixd_server.cache.cache import EXPIRY_COUNT_MAX
 
 from tests.cache.conftest import MakeEngine
 from tests.support.engine import slot_counts
@@ -171,3 +173,32 @@ def test_another_instances_token_is_as_good_as_none(engine: MakeEngine, node: No
     )
     assert released == 0
     assert len(node.cache.list_leases("red")) == 1
+
+
+def test_many_leases_that_expire_together_end_some_at_a_time(engine: MakeEngine, node: Node) -> None:
+    reader = engine()
+    hashes = reader.put(*"ab")
+    for _ in range(EXPIRY_COUNT_MAX + 5):
+        assert reader.acquire(hashes).lease is not None
+    node.clock.advance(10.0)
+    assert node.cache.step()
+    assert node.cache.state.leases.live_count() == 5
+    assert not node.cache.step()
+    assert node.cache.state.leases.live_count() == 0
+
+
+def test_a_dropped_namespace_ends_its_leases_some_at_a_time(engine: MakeEngine, node: Node) -> None:
+    reader, other = engine(), engine(tenant="blue")
+    hashes, theirs = reader.put(*"ab"), other.put(*"ab")
+    for _ in range(2 * RELEASES_IN_A_STEP):
+        assert reader.acquire(hashes).lease is not None
+    assert other.acquire(theirs).lease is not None
+    dropping = node.loop.create_task(node.cache.drop_namespace("red", reader.ref))
+    seen = set()
+    while not dropping.done():
+        node.loop.call_soon(node.loop.stop)
+        node.loop.run_forever()
+        seen.add(node.cache.state.leases.live_count("red"))
+        assert node.cache.check() == []
+    assert {2 * RELEASES_IN_A_STEP, RELEASES_IN_A_STEP, 0} <= seen
+    assert node.cache.state.leases.live_count("blue") == 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from prefixd_server.base.errors import InvalidRequest, NotFound, StateConflict
 from prefixd_server.base.types import DeclineReason, Reserved, ReserveOutcome
-from prefixd_server.cache.writing import BLOCKS_AT_ONCE
+from prefixd_server.cache.writing import ABORTED_AT_ONCE, BLOCKS_AT_ONCE
 
 from tests.support.churn import engine_of
 from tests.support.engine import Engine, slot_counts
@@ -176,3 +176,19 @@ def test_a_long_run_below_a_hidden_parent_counts_whole_against_what_may_wait(
     reserved = end(engine, task)
     assert reserved.outcomes == ((ReserveOutcome.DECLINED, len(RUN)),)
     assert reserved.decline_reason is DeclineReason.LIMIT_REACHED
+
+
+def test_a_long_run_is_given_up_from_its_end_in_turns(node: Node, engine: Engine) -> None:
+    run = chain(*range(2 * ABORTED_AT_ONCE - 100))
+    reserved = end(engine, begin(engine, run))
+    assert reserved.lease is not None
+    engine.commit(reserved, run[:10], write=False)
+    ids = (engine.tenant, engine.session.session_id, reserved.lease.token)
+    task = node.loop.create_task(node.cache.abort_in_turns(*ids))
+    turn(node)
+    assert slot_counts(node)[1:3] == (len(run) - 10 - ABORTED_AT_ONCE, 10)
+    while not task.done():
+        turn(node)
+    assert task.result() == len(run) - 10
+    nothing_is_held(node)
+    assert engine.hits(run) == 10

@@ -34,6 +34,14 @@ def test_freed_rows_are_used_again_before_fresh_ones_and_come_ascending() -> Non
     assert columns.allocate(4).tolist() == [1, 2, 4, 6]
 
 
+def test_rows_that_were_freed_together_are_handed_out_in_order_part_by_part() -> None:
+    columns = make(100)
+    rows = columns.allocate(30)
+    columns.free(np.random.default_rng(1).permutation(rows).astype(np.int32))
+    parts = [columns.allocate(count).tolist() for count in (10, 10, 10)]
+    assert [row for part in parts for row in part] == list(range(30))
+
+
 def test_more_rows_than_the_limit_are_refused_and_nothing_is_taken() -> None:
     columns = make(10)
     columns.allocate(8)

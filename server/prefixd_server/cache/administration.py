@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -35,6 +36,7 @@ from prefixd_server.media.movers import CallJob
 
 LIST_COUNT_MAX = 10_000
 PROBE_BLOCK_COUNT = 64
+RELEASES_IN_A_STEP = 32
 _WRITING = "WRITING"
 
 
@@ -223,17 +225,21 @@ class Administration:
         namespace = catalog.namespaces.get(tenant, ref)
         blocks = sum(catalog.tree.block_count(space) for space in namespace.spaces.values())
         new_epoch = self._epochs.after(tenant, ref.fingerprint, ref.epoch)
-        self._end_reads(namespace)
         self._room.discard(catalog.namespaces.drop(namespace, new_epoch))
         await self._state.movers.run(CallJob(self._epochs.save))
         failpoint("drop.durable")
+        await self._end_reads(namespace)
         return new_epoch, blocks
 
-    def _end_reads(self, namespace: Namespace) -> None:
+    async def _end_reads(self, namespace: Namespace) -> None:
         """Readers verify what they copied, so their leases can end under them."""
-        for lease in list(self._state.leases.reads.values()):
-            if lease.namespace is namespace:
+        reads = self._state.leases.reads
+        mine = [lease for lease in reads.values() if lease.namespace is namespace]
+        for number, lease in enumerate(mine, 1):
+            if reads.get(lease.token) is lease:
                 self._endings.release_shards(lease, list(lease.shards), vouched=False)
+            if number % RELEASES_IN_A_STEP == 0:
+                await asyncio.sleep(0)
 
 
 def sum_counters(parts: list[Counters]) -> Counters:

@@ -1,4 +1,4 @@
-"""What admission found and gave, for a run or for the parts of a long one."""
+"""What admission found and gave, for a run or for the parts of a long one; what it refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import DeclineReason, ReserveOutcome, Rows, Slots, Tier
+from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.types import DeclineReason, Hashes, ReserveOutcome, Rows, Slots, Tier
 from prefixd_server.policy.importance import Newcomers
 
 RETRY_AFTER_FULL_S = 0.1
@@ -64,3 +65,25 @@ class Admitted:
         if self.declined_count:
             ranges.append((ReserveOutcome.DECLINED, self.declined_count))
         return tuple(ranges)
+
+
+def refuse_repeats(hashes: Hashes) -> None:
+    """Within one run every block has a hash of its own. Raises InvalidRequest DUPLICATE_HASH."""
+    count = len(hashes)
+    if count > 1 and len(np.unique(hashes[:, 0])) < count and len(np.unique(hashes, axis=0)) < count:
+        raise InvalidRequest(
+            "DUPLICATE_HASH",
+            "two blocks of the run have the same prefix hash; a chained hash never repeats: hash the "
+            "parent in",
+            field="block_hashes",
+        )
+
+
+def chain_mismatch() -> InvalidRequest:
+    """A block of the run is kept, below another parent."""
+    return InvalidRequest(
+        "CHAIN_MISMATCH",
+        "a block of the run is kept below another parent; a prefix hash must cover all tokens before it: "
+        "send the run in order, with the hash of the block before it as parent_hash",
+        field="block_hashes",
+    )

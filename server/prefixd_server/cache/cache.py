@@ -40,6 +40,8 @@ from prefixd_server.cache.writing import Writing
 
 SWEEP_INTERVAL_S = 0.05
 """How late an expiry may be noticed."""
+EXPIRY_COUNT_MAX = 32
+"""Leases that end in one step because their time is over."""
 
 
 class Cache:
@@ -95,7 +97,8 @@ class Cache:
         self.reserve = at_once(writing.reserve)
         self.reserve_in_turns = in_turns(writing.reserve)
         self.commit = writing.commit
-        self.abort = writing.abort
+        self.abort = at_once(writing.abort)
+        self.abort_in_turns = in_turns(writing.abort)
         self.begin_put = portable.begin_put
         self.begin_get = portable.begin_get
         self.report_usage = usage.report
@@ -205,19 +208,19 @@ class Cache:
             if task.done():
                 task.result()
 
-    def step(self) -> None:
-        """One round of housekeeping: expiries, then dropped namespaces, in bounded steps."""
-        self._endings.expire(self.state.clock.now())
+    def step(self) -> bool:
+        """One bounded round of housekeeping: expiries, then dropped namespaces. Whether more is due."""
+        expired_count = self._endings.expire(self.state.clock.now(), EXPIRY_COUNT_MAX)
         self.prefetching.expire()
         if self.storage is None:
             self.prefetching.bring(False, None)
         if self.room.has_garbage:
             self.room.reclaim()
+        return self.room.has_garbage or expired_count == EXPIRY_COUNT_MAX
 
     async def _sweep(self) -> None:
         while True:
-            self.step()
-            await asyncio.sleep(0 if self.room.has_garbage else SWEEP_INTERVAL_S)
+            await asyncio.sleep(0 if self.step() else SWEEP_INTERVAL_S)
 
     # -- drain ---------------------------------------------------------------------------------
 

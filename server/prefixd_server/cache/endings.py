@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -75,14 +76,19 @@ class Endings:
             del self._state.leases.orphans[token]
         return True
 
-    def abort(self, lease: WriteLease) -> int:
-        """The writer vouches that it has stopped: slots freed."""
-        slots = lease.open_slots
+    def abort(self, lease: WriteLease, count: int | None = None) -> int:
+        """The writer vouches that it has stopped: slots freed, its last `count` or all of them.
+
+        The lease ends with its last slot.
+        """
+        slots = lease.open_slots if count is None else lease.open_slots[-count:]
         if lease.quarantined:
             self._state.apply(SlotsLifted(lease.tier, slots))
         else:
             self._state.apply(WriterFailed(lease.tier, slots, quarantine=False))
-        self._state.leases.end(lease)
+        lease.slots = lease.slots[: len(lease.slots) - len(slots)]
+        if len(lease.open_slots) == 0:
+            self._state.leases.end(lease)
         return len(slots)
 
     def quarantine(self, lease: WriteLease) -> None:
@@ -90,13 +96,16 @@ class Endings:
         self._state.apply(WriterFailed(lease.tier, lease.open_slots, quarantine=True))
         lease.quarantined = True
 
-    def expire(self, now: float) -> None:
-        """Ends or quarantines every lease whose time is over."""
-        for lease in self._state.leases.expired(now):
+    def expire(self, now: float, count_max: int | None = None) -> int:
+        """Ends or quarantines leases whose time is over, at most so many; how many."""
+        count = 0
+        for lease in islice(self._state.leases.expired(now), count_max):
+            count += 1
             if isinstance(lease, ReadLease):
                 self.release_shards(lease, list(lease.shards), vouched=False)
             else:
                 self.quarantine(lease)
+        return count
 
     def session_ended(self, session: Session, instance_is_open: bool) -> None:
         """Gives up what the session held, and with the instance's last session all of the instance's."""

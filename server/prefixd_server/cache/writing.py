@@ -23,7 +23,7 @@ from prefixd_server.base.types import (
     Slots,
     Tier,
 )
-from prefixd_server.cache.admitted import Admitted
+from prefixd_server.cache.admitted import Admitted, chain_mismatch, refuse_repeats
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.hbm_device import HbmDevice
 from prefixd_server.cache.hbm_tier import HbmTier
@@ -40,6 +40,7 @@ from prefixd_server.policy.importance import Newcomers
 
 BLOCKS_AT_ONCE = 512
 """Blocks that are reserved in one step: half a millisecond, one where others have to go."""
+ABORTED_AT_ONCE = 2048
 NO_SLOTS: Slots = np.zeros(0, np.uint32)
 
 
@@ -157,13 +158,17 @@ class Writing:
         self._state.counters_of(tenant).committed += visible + waiting
         return Committed(visible, waiting, effect.dropped_count)
 
-    def abort(self, tenant: str, session_id: bytes, token: bytes) -> int:
+    def abort(self, tenant: str, session_id: bytes, token: bytes) -> Turns[int]:
         """The writer vouches that it has stopped. Slots freed; 0 when the lease has ended already."""
-        session = self._sessions.get(tenant, session_id)
-        if token not in self._state.leases.writes:
-            return 0
-        lease = self._state.leases.write(token, tenant, session.instance_id, session.pid)
-        return self._endings.abort(lease)
+        freed = 0
+        while True:
+            session = self._sessions.get(tenant, session_id)
+            if token not in self._state.leases.writes:
+                return freed
+            lease = self._state.leases.write(token, tenant, session.instance_id, session.pid)
+            freed += self._endings.abort(lease, ABORTED_AT_ONCE)
+            if token in self._state.leases.writes:
+                yield
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Writing:
             except InvalidRequest:
                 # A repeated hash looks like a block of another chain once it is stored.
                 if first:
-                    _refuse_repeats(hashes)
+                    refuse_repeats(hashes)
                 raise
             admitted = part if admitted is None else admitted.then(part)
             if part.declined_count:
@@ -224,7 +229,7 @@ class Writing:
         missing = len(hashes) - len(known)
         if parent is not None and parent_row == NO_ROW:
             if len(known):
-                raise _chain_mismatch()
+                raise chain_mismatch()
             return self._admitted(known, len(hashes), DeclineReason.PARENT_MISSING)
         self._check_chain(rows, known, parent_row)
         goes_on = before is not None and len(before.slots) > 0
@@ -233,7 +238,7 @@ class Writing:
             return self._admitted(known[:0], len(hashes), DeclineReason.LIMIT_REACHED)
         if missing == 0:
             return self._admitted(known, 0, None)
-        _refuse_repeats(hashes[len(known) :])
+        refuse_repeats(hashes[len(known) :])
         above = int(known[-1]) if len(known) else parent_row
         reason = self._limit_reached(namespace.tenant, above, len(coming) - len(known), goes_on)
         if reason is not None:
@@ -309,11 +314,11 @@ class Writing:
     def _check_chain(self, rows: Rows, known: Rows, parent_row: int) -> None:
         """A known block keeps its parent: a run that names another one is refused."""
         if (rows[len(known) :] != NO_ROW).any():
-            raise _chain_mismatch()
+            raise chain_mismatch()
         if len(known):
             parents = self._state.catalog.columns.parent[known]
             if int(parents[0]) != parent_row or (parents[1:] != known[:-1]).any():
-                raise _chain_mismatch()
+                raise chain_mismatch()
 
     def _limit_reached(self, tenant: str, above: int, count: int, goes_on: bool) -> DeclineReason | None:
         state = self._state
@@ -355,27 +360,6 @@ class Writing:
         )
         self._state.leases.add(lease)
         return lease
-
-
-def _refuse_repeats(hashes: Hashes) -> None:
-    """Within one run every block has a hash of its own."""
-    count = len(hashes)
-    if count > 1 and len(np.unique(hashes[:, 0])) < count and len(np.unique(hashes, axis=0)) < count:
-        raise InvalidRequest(
-            "DUPLICATE_HASH",
-            "two blocks of the run have the same prefix hash; a chained hash never repeats: hash the "
-            "parent in",
-            field="block_hashes",
-        )
-
-
-def _chain_mismatch() -> InvalidRequest:
-    return InvalidRequest(
-        "CHAIN_MISMATCH",
-        "a block of the run is kept below another parent; a prefix hash must cover all tokens before it: "
-        "send the run in order, with the hash of the block before it as parent_hash",
-        field="block_hashes",
-    )
 
 
 def _check_order(lease: WriteLease, committed_before: int, count: int) -> None:

@@ -26,6 +26,8 @@ MAX_WAIT_S = 10.0
 """Longest wait of an Acquire: an engine's patience for one request, not a parking place."""
 REPORTS_IN_A_STEP = 4
 """Usage reports between which nobody else is served."""
+HASHES_IN_A_STEP = 4096
+"""A longer run is read in one step and leased in the next."""
 RELEASES_IN_A_STEP = 32
 """Leases that end without anybody else being served."""
 GET_PIECE_BYTES_MAX = 1 << 20
@@ -66,6 +68,8 @@ class CacheService:
         """Leases the longest resident prefix, after waiting for what is on its way if asked to."""
         ref, spec = self._namespace(request)
         run = checks.run(request, spec.hash_bytes)
+        if len(run) > HASHES_IN_A_STEP:
+            await asyncio.sleep(0)
         max_wait_s = checks.span_s(request, "max_wait", allow_zero=True)
         session_id = requests.session_id(request.session_id)
         if max_wait_s:
@@ -130,10 +134,11 @@ class CacheService:
             dropped_count=done.dropped_count,
         )
 
-    def abort(self, request: wire.AbortRequest) -> wire.AbortResponse:
+    async def abort(self, request: wire.AbortRequest) -> wire.AbortResponse:
         """Gives up reserved blocks."""
         session_id, token = requests.session_id(request.session_id), requests.token(request.token)
-        return wire.AbortResponse(freed_slot_count=self._cache.abort(self._tenant, session_id, token))
+        freed = await self._cache.abort_in_turns(self._tenant, session_id, token)
+        return wire.AbortResponse(freed_slot_count=freed)
 
     async def put(self, messages: AsyncIterator[wire.PutRequest]) -> wire.PutResponse:
         """Takes blocks one by one; those before a fault stay stored."""
