@@ -96,7 +96,7 @@ class Columns:
         return self.high_water - 1
 
     def free(self, rows: Rows) -> None:
-        """Takes back distinct rows in use; the lowest are the next to be handed out, so that runs lie in order."""
+        """Takes back distinct rows in use; the lowest are handed out next, so that runs lie in order."""
         assert len(rows) <= self.count, "more rows are freed than are in use"
         self.count -= len(rows)
         self._freed[self._freed_count : self._freed_count + len(rows)] = np.sort(rows)[::-1]
