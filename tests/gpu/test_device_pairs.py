@@ -13,6 +13,7 @@ from prefixd_server.app.cli import main
 
 from tests.gpu.device_process import TIER_BYTES, DeviceProcess, device_daemon
 from tests.gpu.far_tier import hbm, opened, wait_for_all_memory
+from tests.gpu.tier import require_two_devices
 from tests.support.daemon import DaemonProcess
 from tests.support.engine_process import Observer
 from tests.support.fake_cuda import MIB, FakeCuda, uuid_of
@@ -28,6 +29,7 @@ def run_on(device: int) -> dict[str, Any]:
 
 def both_devices(socket: Path, machine: FakeCuda) -> DaemonProcess:
     """A daemon with TIER_BYTES on each device."""
+    require_two_devices()
     uuids = ",".join(map(uuid_of, BOTH))
     return device_daemon(socket, machine, hbm__device="", hbm__devices=uuids)
 

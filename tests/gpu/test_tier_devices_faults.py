@@ -19,6 +19,7 @@ from tests.gpu.tier import (
     hbm_of,
     is_off,
     release,
+    require_two_devices,
     share,
     tiers_of,
     until,
@@ -107,6 +108,7 @@ def test_memory_that_one_device_lacks_is_tried_again_while_the_other_is_whole(ma
 
 
 def test_a_device_that_is_not_there_is_off_and_the_other_serves(machine: FakeCuda) -> None:
+    require_two_devices()
     config = HbmConfig(size_bytes=SEGMENT, segment_bytes=SEGMENT, devices=("GPU-of-nobody", uuid_of(1)))
     node = start_node(tenants=("red",), hbm=config)
     until(node, lambda: is_off(node, 0) and device_stats(node, 1).is_ready)
