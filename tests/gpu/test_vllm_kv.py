@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.gpu.conftest import IS_REAL
-from tests.gpu.device_process import device_daemon
+from tests.gpu.device_process import TIER_BYTES, device_daemon
 from tests.gpu.far_tier import hbm, wait_for_all_memory
 from tests.gpu.vllm_worker import BLOCK_BYTES, STAGING_BYTES, VllmWorker
 from tests.support import fake_cuda
 from tests.support.daemon import DaemonProcess
 from tests.support.engine_process import Observer
-from tests.support.fake_cuda import MIB, FakeCuda
+from tests.support.fake_cuda import MIB, FakeCuda, uuid_of
 
 RUN = "shared"
 COUNT = 8
@@ -223,27 +223,42 @@ def test_a_lost_device_is_a_miss_and_asks_for_nothing_any_more(socket: Path, far
             assert right(other) == ALL_RIGHT
 
 
-def test_tensor_ranks_copy_each_on_its_own_device(tmp_path: Path, socket: Path) -> None:
+@pytest.mark.parametrize("tier_on", [[0], [0, 1]], ids=str)
+def test_tensor_ranks_copy_each_on_its_own_device(tmp_path: Path, socket: Path, tier_on: list[int]) -> None:
     if IS_REAL:
         pytest.skip("needs two devices")
     if not fake_cuda.has_compiler():
         pytest.skip("the stand-in driver needs gcc to be built")
     machine = FakeCuda(tmp_path / "cuda", 2, 64 * MIB)
-    more: dict[str, Any] = {"instance": "a", "shard_count": 2, "redeemers": []}
+    both = [uuid_of(0), uuid_of(1)]
+    more: dict[str, Any] = {"instance": "a", "shard_count": 2, "redeemers": both}
+    devices = {"hbm__device": "", "hbm__devices": ",".join(both[device] for device in tier_on)}
     with (
-        serving(socket, machine, with_hbm=True),
+        device_daemon(socket, machine, **devices),
+        Observer(socket) as observer,
         VllmWorker(socket, machine, **more) as first,
         VllmWorker(socket, machine, **more, device=1, shard=1) as second,
     ):
+        wait_for_all_memory(observer, len(tier_on) * TIER_BYTES)
         for rank in (first, second):
             saved(rank)
-        for _ in range(3):
-            held = token(first)
-            for rank in (first, second):
-                assert rank.ask("load", token=held, blocks=LOADED_INTO)["good"] == COUNT
-                assert right(rank) == ALL_RIGHT
+        for _ in range(2):
+            tokens = [token(first), token(first)]
+            for held in tokens:
+                for rank in (first, second):
+                    assert rank.ask("load", token=held, blocks=LOADED_INTO)["good"] == COUNT
+                    assert right(rank) == ALL_RIGHT
+            observer.wait(observer.leases, lambda leases: leases == [], "nothing is held")
+        observer.wait(
+            lambda: hbm(observer),
+            lambda tier: tier.resident_slot_count == len(tier_on) * COUNT,
+            "what a rank on the tier's device shares is promoted",
+        )
         for rank in (first, second):
+            assert rank.ask("load", token=token(first), blocks=SAVED_FROM)["good"] == COUNT
+            assert right(rank, SAVED_FROM) == ALL_RIGHT
             rank.ask("close")
+        assert observer.problems() == []
     assert machine.violations == []
 
 

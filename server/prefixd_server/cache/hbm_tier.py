@@ -51,9 +51,10 @@ class HbmTier:
         Where several are named, that is what the process named which redeemed the shard last.
         """
         named = self.named(session)
-        if len(named) < 2:
+        if len(session.readable_devices) < 2:
             return named
-        redeemer = self._redeemers.get((session.tenant, session.instance_id, shard), named)
+        unknown = named if len(named) > 1 else ()  # one alone may be another shard's
+        redeemer = self._redeemers.get((session.tenant, session.instance_id, shard), unknown)
         return tuple(device for device in named if device in redeemer)
 
     def redeemed(self, session: Session, shard: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prefixd_client.connectors.vllm import UnsupportedEngine
 from prefixd_client.connectors.vllm.metadata import WorkerHello
+from prefixd_client.connectors.vllm.shards import ShardPlan
 
 from tests.support.vllm_harness import LAYERS, VOCABULARY, Harness, right_reply
 
@@ -20,17 +21,27 @@ def greet(engine: Harness, *devices: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "named"),
-    [(["GPU-a"], ("GPU-a",)), (["GPU-a", "GPU-a"], ("GPU-a",)), (["GPU-a", "GPU-b"], ()), ([""], ())],
-    ids=["one", "shared", "several", "none"],
+    ("devices", "shards", "named"),
+    [
+        (["GPU-a"], 1, ("GPU-a",)),
+        (["GPU-a", "GPU-a"], 1, ("GPU-a",)),
+        (["GPU-a", "GPU-b"], 2, ("GPU-a", "GPU-b")),
+        (["GPU-a", "GPU-b"], 1, ()),
+        ([""], 1, ()),
+    ],
+    ids=["one", "one for all", "each its own", "several for a shard", "none"],
 )
-def test_leases_may_lie_on_the_gpu_of_all_workers(daemon, engine_of, devices, named) -> None:
+def test_leases_may_lie_on_the_gpus_of_those_who_redeem_them(
+    daemon, engine_of, devices, shards, named
+) -> None:
     prompt = [int(token) for token in np.random.default_rng(3).integers(3, VOCABULARY, 200)]
     with engine_of(daemon) as engine:
+        engine.connector._plan = ShardPlan(1, len(devices), shards)
         greet(engine, *devices)
         assert engine.connector._client.control.options.redeemer_devices == named
         assert engine.ask(prompt) == engine.ask(prompt) == right_reply(prompt, 4)
-        assert engine.cached == {"r1": 0, "r2": 192}
+        if shards == 1:  # the harness has one worker, which no second shard comes from
+            assert engine.cached == {"r1": 0, "r2": 192}
 
 
 def test_a_worker_whose_gpu_cannot_be_copied_from_is_refused_at_start(daemon, engine_of) -> None:

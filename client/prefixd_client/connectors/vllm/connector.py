@@ -122,7 +122,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The workers have told how their memory looks: the namespace can be opened."""
         facts = agreed_facts({rank: hello.facts for rank, hello in metadata.items()})
-        self._read_for({hello.device_uuid for hello in metadata.values()})
+        self._read_for({rank: hello.device_uuid for rank, hello in metadata.items()})
         spec = namespace_spec(
             self._vllm_config,
             facts,
@@ -278,13 +278,18 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
             options=options,
         )
 
-    def _read_for(self, devices: set[str]) -> None:
-        """Acquires for workers on this GPU from now on. On several, blocks are read from host memory: which
-        shard is whose is not known when a lease is given."""
-        (device, *others) = devices
-        if device and not others:
+    def _read_for(self, devices: Mapping[tuple[int, int], str]) -> None:
+        """Acquires for these GPUs of the ranks from now on.
+
+        A block lies on one GPU at most. Where ranks on several share a shard, it is read from host memory.
+        """
+        of_shard: dict[int, set[str]] = {}
+        for rank, device in devices.items():
+            of_shard.setdefault(self._plan.shard_of(*rank), set()).add(device)
+        named = tuple(sorted(set().union(*of_shard.values()) - {""}))
+        if named and all(len(several) == 1 for several in of_shard.values()):
             self._client.close()
-            self._client = self._connected(self._settings.client_options(redeemer_devices=(device,)))
+            self._client = self._connected(self._settings.client_options(redeemer_devices=named))
             self._namespaces.use(self._client)
 
     @property
