@@ -37,14 +37,14 @@ class Checking:
 
     def everything(self) -> Problems:
         """What is wrong now, in words."""
-        return everything(self._steps())
+        return everything(self.steps())
 
     async def at_leisure(self) -> Problems:
         """What is wrong, in words, at most PROBLEM_COUNT_MAX; others are served meanwhile."""
         found: dict[str, None] = {}
         async with self._one_at_a_time:
             began = time.perf_counter()
-            for problems in self._steps():
+            for problems in self.steps():
                 found |= dict.fromkeys(problems)
                 if len(found) >= PROBLEM_COUNT_MAX:
                     break
@@ -53,7 +53,8 @@ class Checking:
                     began = time.perf_counter()
         return list(found)[:PROBLEM_COUNT_MAX]
 
-    def _steps(self) -> Steps:
+    def steps(self) -> Steps:
+        """The check, a bounded step at a time (catalog/passes.py)."""
         yield from self._state.catalog.steps()
         yield from self._leases()
         yield self._counters()

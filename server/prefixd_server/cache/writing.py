@@ -40,7 +40,7 @@ from prefixd_server.policy.importance import Newcomers
 
 BLOCKS_AT_ONCE = 512
 """Blocks that are reserved in one step: half a millisecond, one where others have to go."""
-ABORTED_AT_ONCE = 2048
+ABORTED_AT_ONCE = 1024
 NO_SLOTS: Slots = np.zeros(0, np.uint32)
 
 
