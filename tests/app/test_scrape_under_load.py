@@ -88,8 +88,8 @@ def test_every_scrape_under_load_parses_and_balances(daemon: tuple[NvmeDaemon, i
     assert committed[0] < committed[1]
     names = {name for name, _ in last}
     served = set(re.findall(r"^\| `(\w+)` \| \w+", metrics_table(), re.MULTILINE))
-    rare = {"prefixd_rpc_errors_total"}
-    """No call has failed."""
+    rare = {"prefixd_rpc_errors_total", *(name for name in served if name.startswith("prefixd_device_"))}
+    """No call has failed, and no tier lies on GPUs."""
     assert {name for name in served if name not in names and f"{name}_bucket" not in names} <= rare
 
 

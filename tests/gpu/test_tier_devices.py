@@ -8,6 +8,7 @@ import pytest
 from prefixd_server.base.config import TenantConfig
 from prefixd_server.base.errors import NotFound
 from prefixd_server.base.types import Acquired, BadBlock, LeaseRelease, NamespaceRef, Tier
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gpu.tier import (
     SEGMENT,
@@ -234,6 +235,28 @@ def test_a_devices_room_does_not_wait_for_what_lies_below_on_another(
     near.put_there(chain("newer", *range(7)))
     assert device_stats(pair, 0).resident_slot_count == SLOTS_PER_SEGMENT * SEGMENTS
     assert near.hits(chain("newer", *range(7))) == 8
+
+
+def test_the_metrics_of_the_devices_add_up_to_the_tiers(
+    pair: Node, near: DeviceEngine, far: DeviceEngine
+) -> None:
+    near.put_there(chain(*"abc"))
+    far.reserve_there(chain(*"xy"))
+    text = pair.cache.state.metrics.render(pair.cache.stats(None), {}).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    by_state: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.name == "prefixd_device_slots":
+            by_state.setdefault(sample.labels["state"], []).append(sample.value)
+    assert (by_state["resident"], by_state["reserved"]) == ([3.0, 0.0], [0.0, 2.0])
+    in_all = {
+        sample.labels["state"]: sample.value
+        for sample in samples
+        if sample.name == "prefixd_tier_slots" and sample.labels["tier"] == "hbm"
+    }
+    assert in_all == {state: sum(values) for state, values in by_state.items()}
+    ready = {s.labels["device"]: s.value for s in samples if s.name == "prefixd_device_ready"}
+    assert ready == {uuid_of(0): 1.0, uuid_of(1): 1.0}
 
 
 def test_a_quota_counts_both_devices(machine: FakeCuda) -> None:
