@@ -199,6 +199,12 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_remedy(scene: Scene) -> N
             open_copies(scene.gpu.memory, uuid)
 
 
+def test_a_worker_with_kv_on_two_devices_is_refused(scene: Scene) -> None:
+    layers = {"a": scene.gpu.tensors["layer0"], "b": torch.zeros(BLOCKS, 4)}
+    with pytest.raises(UnsupportedEngine, match="give each worker one device"):
+        KvMemory.of(layers, list(layers), BLOCKS)
+
+
 def test_kv_in_host_memory_needs_no_gpu() -> None:
     memory = KvMemory.of({"a": torch.zeros(6, 4)}, ["a"], 6)
     assert open_copies(memory, "") == HostCopies(memory)
