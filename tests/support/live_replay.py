@@ -17,7 +17,6 @@ from prefixd_server.base.config import (
     Config,
     DramConfig,
     LeaseConfig,
-    MigrationConfig,
     NvmeConfig,
     PolicyConfig,
     ServerConfig,
@@ -37,8 +36,6 @@ from tests.support.virtual_time import LoopClock, VirtualLoop
 BLOCK_BYTES = 4096
 SEGMENT_BYTES = 2 << 20
 SLOTS_PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
-MIGRATION = MigrationConfig(high_water=0.97, low_water=0.94)
-"""Little is copied down ahead of need: the simulator copies what leaves DRAM when it leaves."""
 _INDEX_BYTES = 16 << 20
 _FILE_BYTES = SEGMENT_BYTES + 8192
 _ZEROS = xxhash.xxh3_64_intdigest(bytes(BLOCK_BYTES))
@@ -72,7 +69,6 @@ class LiveReplay:
             nvme=nvme,
             leases=LeaseConfig(ttl_max_s=_TTL_S),
             policy=PolicyConfig(name=policy),
-            migration=MIGRATION,
             server=ServerConfig(data_dir=data_dir, tenant="red"),
         )
         self.cache = self.loop.run_until_complete(self._start(seed))
@@ -189,8 +185,12 @@ def agreement(
 
 
 def spread(trace: Trace, width_s: float = 3.0) -> Trace:
-    """The trace with arrivals of one timestamp at equal distances within so many seconds from it."""
+    """The trace with arrivals of one timestamp at chance moments, in their order, within so many seconds.
+
+    At equal distances they would lie on the edges of age classes, where the last bit of a time decides.
+    """
     arrivals = trace.arrival_s
     first = np.searchsorted(arrivals, arrivals, "left")
     count = np.searchsorted(arrivals, arrivals, "right") - first
-    return replace(trace, arrival_s=arrivals + width_s * (np.arange(len(arrivals)) - first) / count)
+    place = np.arange(len(arrivals)) - first + np.random.default_rng(1).random(len(arrivals))
+    return replace(trace, arrival_s=arrivals + width_s * place / count)

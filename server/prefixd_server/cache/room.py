@@ -16,7 +16,7 @@ from prefixd_server.cache.state import State
 from prefixd_server.cache.worth import AT_ANY_PRICE
 from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
 from prefixd_server.policy.importance import Newcomers
-from prefixd_server.policy.learning import LearningPolicy
+from prefixd_server.policy.learning import learns
 from prefixd_server.policy.policy import Victims
 
 EVICTION_SLACK_SHARE = 1 / 64
@@ -165,7 +165,7 @@ class Room:
 
     def _victims(self, view: TierView, count: int, worth: float) -> Victims:
         policy, now, rng = self._state.policy, self._state.clock.now(), self._state.rng
-        if isinstance(policy, LearningPolicy):
+        if learns(policy):
             return policy.victims_below(view, count, worth, now, rng)
         return policy.victims(view, count, now, rng)
 

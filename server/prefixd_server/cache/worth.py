@@ -7,7 +7,7 @@ import numpy as np
 from prefixd_server.base.types import Rows, Tier
 from prefixd_server.base.views import Nodes, TierView
 from prefixd_server.cache.state import State
-from prefixd_server.policy.learning import LearningPolicy
+from prefixd_server.policy.learning import learns
 from prefixd_server.policy.policy import Policy
 
 AT_ANY_PRICE = float("inf")
@@ -34,7 +34,7 @@ def by_worth(state: State, rows: Rows) -> tuple[Rows, Parts]:
 
 def ranked(policy: Policy, view: TierView, rows: Rows, nodes: Nodes, now: float) -> tuple[Rows, Parts]:
     """by_worth() of blocks of one view, of which `nodes` tells the node of each."""
-    if not isinstance(policy, LearningPolicy):
+    if not learns(policy):
         return rows, [(len(rows), AT_ANY_PRICE)]
     edges = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(rows)]
     firsts = nodes[edges[:-1]]

@@ -5,14 +5,14 @@ The order of calls per request stands in importance.py.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
 from prefixd_server.base.types import Hashes, StopReason
 from prefixd_server.base.views import TierView
 from prefixd_server.policy.importance import Access, Newcomers
-from prefixd_server.policy.policy import DaemonPolicy, Victims
+from prefixd_server.policy.policy import DaemonPolicy, Policy, Victims
 from prefixd_server.policy.shortlist import Shortlist
 
 
@@ -67,3 +67,14 @@ class LearningPolicy(DaemonPolicy, Protocol):
     def ceiling_for_new(self, history: int, depth: int = 0) -> float:
         """What new blocks of this history displace is worth less than this."""
         ...
+
+
+_LEARNS: dict[type, bool] = {}
+
+
+def learns(policy: Policy) -> TypeGuard[LearningPolicy]:
+    """Whether the policy is one that learns; to look through its methods takes 60 us, and is done once."""
+    kind = type(policy)
+    if kind not in _LEARNS:
+        _LEARNS[kind] = isinstance(policy, LearningPolicy)
+    return _LEARNS[kind]

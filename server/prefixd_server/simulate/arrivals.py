@@ -53,6 +53,11 @@ class Pending(Generic[T]):
         self._serial += 1
         heapq.heappush(self._heap, (ends_at, self._serial, item))
 
+    @property
+    def next_end(self) -> float:
+        """When the next of them ends; infinite where there is none."""
+        return self._heap[0][0] if self._heap else float("inf")
+
     def ended(self, now: float) -> list[T]:
         """Takes out what has ended by `now`, the earliest first."""
         ended = []

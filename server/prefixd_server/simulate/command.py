@@ -65,6 +65,14 @@ Result = TypeVar("Result")
 @click.option("--dram", callback=size_list, help="Host memory, likewise.")
 @click.option("--nvme", callback=size_list, help="NVMe, likewise.")
 @click.option(
+    "--queue",
+    "queue_s",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Assumed wait in the engine's queue, seconds: what lies in NVMe is prefetched meanwhile.",
+)
+@click.option(
     "--kv-bytes-per-token",
     default=KV_BYTES_PER_TOKEN,
     show_default=True,
@@ -130,6 +138,7 @@ def simulate(
     hbm: list[int],
     dram: list[int],
     nvme: list[int],
+    queue_s: float,
     kv_bytes_per_token: int,
     block_tokens: int,
     tokenizer: Path | None,
@@ -158,12 +167,14 @@ def simulate(
             raise click.UsageError(f"{', '.join(unfit)}: not for several tiers")
         if unfit:
             click.echo(f"left out, not for several tiers: {', '.join(unfit)}", err=True)
+        if (hbm and nvme) and not dram:
+            raise click.UsageError("--hbm and --nvme stand beside DRAM: give --dram too")
         sizes = [
             TierSizes(*of, kv_bytes_per_token)
             for of in itertools.product(hbm or [0], dram or [0], nvme or [0])
         ]
         tier_jobs = [
-            TierJob(source, policy, size, 0, serving, not ignore_stop)
+            TierJob(source, policy, size, 0, serving, not ignore_stop, queue_s)
             for source in sources
             for policy in policies
             if policy not in unfit
@@ -180,14 +191,15 @@ def simulate(
         results = [one.as_json() for one in outcomes] + [node.as_json() for node in tier_outcomes]
         json_path.write_text(json.dumps(results, indent=1) + "\n")
     if html_path is not None:
-        stated = assumptions(serving, kv_bytes_per_token, tiers=bool(tier_outcomes))
+        stated = assumptions(serving, kv_bytes_per_token, queue_s, tiers=bool(tier_outcomes))
         html_path.write_text(render_page(shapes, outcomes, tier_outcomes, advice, stated))
 
 
-def assumptions(serving: ServingModel, kv_bytes_per_token: int, *, tiers: bool) -> list[str]:
+def assumptions(serving: ServingModel, kv_bytes_per_token: int, queue_s: float, *, tiers: bool) -> list[str]:
     """What the numbers rest on."""
     pinning = TIER_PINNING if tiers else PINNING
-    return [
+    queued = [f"Each request waits {queue_s:g} s in the engine's queue, told to the daemon as it begins to."]
+    return (queued if tiers and queue_s else []) + [
         f"Hits are judged at arrival, cold start included; {pinning}.",
         f"Assumed: prefill of {serving.prefill_tokens_per_s:g} tokens/s, "
         f"{serving.ttft_base_s:g} s to the first token when all hits, {serving.tpot_s:g} s per output token. "

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.sizes import human_size
 from prefixd_server.base.types import Tier
 from prefixd_server.simulate.arrivals import ServingModel
 from prefixd_server.simulate.policies import TREE
@@ -27,6 +29,7 @@ class TierJob:
     seed: int
     serving: ServingModel
     use_stops: bool
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class TierOutcome:
     ssd_written_bytes: int
     duration_s: float
     links_busy_s: float
+    prefetched_bytes: int
+    prefetched_in_vain_bytes: int
     pinning: str = PINNING
 
     def as_json(self) -> dict[str, Any]:
@@ -65,7 +70,15 @@ def run_tier_job(job: TierJob) -> TierOutcome:
     capacities = job.sizes.blocks(trace.block_tokens)
     policy = TREE[job.policy](trace, sum(capacities.values()))
     block_bytes = job.sizes.kv_bytes_per_token * trace.block_tokens
-    replay = TierReplay(trace, policy, capacities, block_bytes, job.seed, job.serving, job.use_stops)
+    if len(capacities) > 1 and Tier.DRAM not in capacities:
+        raise ConfigError(
+            "DRAM_TOO_SMALL",
+            f"the other tiers stand beside DRAM, and {human_size(job.sizes.dram_bytes)} of it hold no "
+            f"block of {human_size(block_bytes)}: raise --dram",
+        )
+    replay = TierReplay(
+        trace, policy, capacities, block_bytes, job.seed, job.serving, job.use_stops, job.queue_s
+    )
     hits = replay.run()
     total = max(1, int(trace.input_tokens.sum()))
     p50, p99, p999 = np.quantile(replay.ttft_s, [0.5, 0.99, 0.999]).tolist()
@@ -94,4 +107,6 @@ def run_tier_job(job: TierJob) -> TierOutcome:
         ssd_written_bytes=replay.links.down[Tier.DRAM].bytes_total,
         duration_s=duration,
         links_busy_s=busy,
+        prefetched_bytes=block_bytes * (replay.queue.brought_count if replay.queue else 0),
+        prefetched_in_vain_bytes=block_bytes * (replay.queue.useless_count if replay.queue else 0),
     )

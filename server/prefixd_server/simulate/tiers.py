@@ -1,28 +1,32 @@
 """Replays a trace against a node with several tiers and modelled links.
 
-A request's chain is pinned until the request ends. What hits in a slower tier
-is copied up and waited for; new blocks are written to the fastest tier, and to the
-next where running requests hold all of it; what has to leave a tier is copied to
-the next one, unless it has a copy there already or is worth less than what would
-have to go for it there. A copy below stays when a block is promoted.
+What a request hits is held until the request ends. New blocks are written to DRAM. What hits in
+NVMe is copied to DRAM and waited for, and its copy below stays. What no request waits for goes on
+between the requests, on the links' time (background.py, queueing.py). A tier alone keeps what is
+worth most; above NVMe, DRAM takes everything and drops what can go without a loss.
 
-Not here: one tier alone (replay.py), plots (page.py).
+Not here: one tier whose requests end as they begin (replay.py), plots (page.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_server.base.types import NO_ROW, NO_SLOT, Rows, Tier
-from prefixd_server.base.views import Evictable, TierView
-from prefixd_server.policy.importance import ImportancePolicy
-from prefixd_server.policy.policy import Policy, Victims
+from prefixd_server.base.config import MigrationConfig
+from prefixd_server.base.types import NO_ROW, Rows, Tier
+from prefixd_server.cache.room import slack_count
+from prefixd_server.cache.worth import AT_ANY_PRICE
+from prefixd_server.policy.importance import Access
+from prefixd_server.policy.policy import Policy
 from prefixd_server.simulate.arrivals import ServingModel
-from prefixd_server.simulate.history import POOL, SOME_SLOT, Part, ReplayState, Running
-from prefixd_server.simulate.links import Links
+from prefixd_server.simulate.background import Background
+from prefixd_server.simulate.copies import NodeCopies
+from prefixd_server.simulate.history import Part, Running
+from prefixd_server.simulate.queueing import Queue
 from prefixd_server.simulate.traces import Trace
 
 
@@ -42,12 +46,14 @@ class TierSizes:
         return {tier: size // block_bytes for tier, size in sizes.items() if size // block_bytes}
 
 
-class TierReplay(ReplayState):
+class TierReplay(NodeCopies):
     """See the module.
 
     Args:
         capacity_blocks: by tier, fastest first.
         block_bytes: bytes of one block's KV.
+        queue_s: how long each request waits in the engine's queue, known to the daemon.
+        migration: watermarks and bounds, as in the daemon's configuration.
     """
 
     def __init__(
@@ -59,65 +65,89 @@ class TierReplay(ReplayState):
         seed: int,
         serving: ServingModel | None = None,
         use_stops: bool = True,
+        queue_s: float = 0.0,
+        migration: MigrationConfig | None = None,
     ) -> None:
-        super().__init__(trace, policy, seed, serving, use_stops)
-        self.tiers = list(capacity_blocks)
-        self.block_bytes = block_bytes
-        self.links = Links()
-        self.capacity = capacity_blocks
-        self.used = dict.fromkeys(self.tiers, 0)
+        super().__init__(trace, policy, capacity_blocks, block_bytes, seed, serving, use_stops)
+        migration = migration or MigrationConfig()
         self.hit_blocks = dict.fromkeys(self.tiers, 0)
         self.hit_tokens = dict.fromkeys(self.tiers, 0.0)
         self.ttft_s: NDArray[np.float64] = np.zeros(trace.request_count)
-        self._pins: NDArray[np.int32] = np.zeros(trace.block_count, dtype=np.int32)
-        self._views: dict[Tier, TierView] = {
-            tier: self.tree.view(tier, POOL, self._evictable(tier)) for tier in self.tiers
-        }
+        self.background = Background(self, migration)
+        self.queue_s = queue_s
+        self.queue = Queue(self, migration) if queue_s and self.line is not None else None
+
+    def run(self, progress: Callable[[int], None] | None = None) -> NDArray[np.int64]:
+        """See ReplayState. A request begins when it has waited in the queue."""
+        hits = np.zeros(self.trace.request_count, dtype=np.int64)
+        arrivals = self.trace.arrival_s.tolist()
+        joined = 0
+        for request, arrival in enumerate(arrivals):
+            begins = arrival + self.queue_s
+            while self.queue is not None and joined < len(arrivals) and arrivals[joined] <= begins:
+                self.advance(arrivals[joined])
+                self.queue.joined(joined, self.run_of(joined), self.background.may_begin())
+                joined += 1
+            hits[request] = self.request(request, begins)
+            if progress is not None:
+                progress(request)
+        return hits
+
+    def advance(self, now: float) -> None:
+        """What goes on without a request until now."""
+        while True:
+            arrives_at = self.queue.next_at if self.queue is not None else float("inf")
+            if min(arrives_at, self.background.next_at) > now:
+                break
+            if self.queue is not None and arrives_at <= self.background.next_at:
+                self.queue.step(self.background.may_begin())
+            else:
+                self.background.step()
+        self.end_replies(now)
+        self.clock.at = now
 
     def request(self, request: int, now: float) -> int:
         """See ReplayState."""
-        for ended in self.running.ended(now):
-            self.tell_end(ended)
-            self._pins[ended.rows] -= 1
+        self.advance(now)
         run = self.run_of(request)
         hit = self.known_count(run)
         rows = run[:hit]
         path = self.tree.path_nodes(rows) if hit else []
         access = self.learn(run, path, hit, now)
+        shared = self.background.shared(rows)
         if hit:
             self.tree.use(path, now)
-        self._pins[rows] += 1
         ready_at = self._bring_up(request, rows, now)
-        stored = [rows]
-        for part in self.rest(run, hit, access):
-            left = part.ids
-            for tier in self.tiers:
-                left = self._store(Part(left, part.history), tier, stored, path, now)
-            if len(left):
-                break
-        self._book(request, hit, ready_at, now)
-        ends_at = ready_at + self.serving.reply_s(
-            self.missed_tokens(request, hit), self.output_tokens[request]
-        )
-        self.running.add(ends_at, Running(request, access, path, np.concatenate(stored), now))
-        return hit
-
-    def _book(self, request: int, hit: int, ready_at: float, now: float) -> None:
+        if self.background.may_begin():
+            self.background.place(shared)
+        stored = self._store(request, run, hit, access, path, now)
         missed = self.missed_tokens(request, hit)
         self.ttft_s[request] = ready_at - now + self.serving.ttft_s(missed)
+        ends_at = ready_at + self.serving.reply_s(missed, self.output_tokens[request])
+        self.running.add(ends_at, Running(request, access, path, stored, now))
+        self.background.wake(now)
+        return hit
 
     # -- up ------------------------------------------------------------------------------------
 
     def _bring_up(self, request: int, rows: Rows, now: float) -> float:
-        """Copies what hits in a slower tier to the fastest, as far as there is room; when it is ready.
+        """Holds what hits, and copies to DRAM what lies below, as far as there is room; when it is ready.
 
         What finds no room is read all the same.
         """
-        left = float(self.trace.input_tokens[request])
         ready_at = now
+        if self.queue is not None:
+            there = self.queue.arrived(rows)
+            ready_at = max(now, self.queue.left(request, rows))
+        else:
+            there = np.ones(len(rows), dtype=np.bool_)
+        left = float(self.trace.input_tokens[request])
         missing = np.ones(len(rows), dtype=np.bool_)
         for tier in self.tiers:
-            here = missing & (self.columns.slot[tier][rows] != NO_SLOT)
+            here = missing & ~self.lacking(tier, rows)
+            self.hold_for(request, tier, rows[here])
+            if tier is Tier.DRAM:
+                here &= there
             missing &= ~here
             found = int(here.sum())
             tokens = min(float(found * self.trace.block_tokens), left)
@@ -125,138 +155,61 @@ class TierReplay(ReplayState):
             self.hit_blocks[tier] += found
             self.hit_tokens[tier] += tokens
             arrived = now
-            for step in (Tier.NVME, Tier.DRAM):
-                if tier >= step:
-                    arrived = self.links.up[step].move(found * self.block_bytes, arrived)
+            if tier is Tier.NVME:
+                cold = rows[here] if tier is self.store_tier else rows[here & self.lacking(Tier.DRAM, rows)]
+                arrived = self.links.up[tier].move(len(cold) * self.block_bytes, now)
+                if tier is not self.store_tier:
+                    self._promote(request, cold)
+            if tier >= Tier.DRAM:
+                arrived = self.links.up[Tier.DRAM].move(found * self.block_bytes, max(arrived, ready_at))
             ready_at = max(ready_at, arrived)
-            if found and tier is not self.tiers[0]:
-                for faster in self.tiers[: self.tiers.index(tier)]:
-                    wanted = rows[here & (self.columns.slot[faster][rows] == NO_SLOT)]
-                    room = self._make_room(faster, len(wanted), now)
-                    self._put(faster, wanted[:room])
         return ready_at
+
+    def _promote(self, request: int, rows: Rows) -> None:
+        """Copies to DRAM what a request reads from NVMe."""
+        rows = rows[: self.make_room(Tier.DRAM, len(rows))]
+        self.put(Tier.DRAM, rows)
+        self.hold_for(request, Tier.DRAM, rows)
 
     # -- down ----------------------------------------------------------------------------------
 
-    def _store(self, part: Part, tier: Tier, stored: list[Rows], nodes: list[int], now: float) -> Rows:
-        """Stores the first of these new blocks, as far as the tier has room; those that are left.
+    def _store(
+        self, request: int, run: Rows, hit: int, access: Access | None, path: list[int], now: float
+    ) -> Rows:
+        """Writes what was missed, as far as it is admitted; those blocks.
 
         Args:
-            stored, nodes: of the request so far, from its first block on; added to.
+            path: nodes of the request; added to.
         """
-        room = self._admit(part, tier, now) if len(part.ids) else 0
-        if room == 0:
-            return part.ids
-        parent = next((int(rows[-1]) for rows in reversed(stored) if len(rows)), NO_ROW)
-        made = part.ids[:room]
-        nodes += self.add(Part(made, part.history), parent, now)
+        tier = self.store_tier
+        parts = self.rest(run, hit, access)
+        room = self._room_for(parts, len(run) - hit)
+        parent = int(run[hit - 1]) if hit else NO_ROW
+        stored = run[hit : hit + room]
+        for part in parts:
+            ids = part.ids[:room]
+            room -= len(ids)
+            if len(ids):
+                path += self.add(Part(ids, part.history), parent, now)
+                parent = int(ids[-1])
+        self.put(tier, stored)
+        self.hold_for(request, tier, stored)
         for crossed in (Tier.HBM, Tier.DRAM):
             if crossed < tier:
-                self.links.down[crossed].move(room * self.block_bytes, now)
-        self._put(tier, made)
-        self._pins[made] += 1
-        stored.append(made)
-        return part.ids[room:]
+                self.links.down[crossed].move(len(stored) * self.block_bytes, now)
+        return stored
 
-    def _admit(self, part: Part, tier: Tier, now: float) -> int:
-        """Room in a tier for new blocks: at any cost where a slower one catches what falls out."""
-        if tier is not self.tiers[-1] or self.learner is None:
-            return self._make_room(tier, len(part.ids), now)
-        short = len(part.ids) - (self.capacity[tier] - self.used[tier])
-        if short > 0:
-            victims = self.learner.victims_for(self._views[tier], short, part.history, now, self.rng)
-            for node, taken in victims:
-                self._leave(tier, node, taken, now)
-        return min(len(part.ids), self.capacity[tier] - self.used[tier])
-
-    def _make_room(self, tier: Tier, count: int, now: float) -> int:
-        """Sees to it that `count` copies fit into the tier; how many do, at most `count`."""
-        short = count - (self.capacity[tier] - self.used[tier])
-        if short > 0:
-            for node, taken in self.policy.victims(self._views[tier], short, now, self.rng):
-                self._leave(tier, node, taken, now)
-        return min(count, self.capacity[tier] - self.used[tier])
-
-    def _leave(self, tier: Tier, node: int, count: int, now: float) -> None:
-        """Drops the node's deepest copies from the tier, those worth it after a copy in the next."""
-        rows = self.tree.tail_rows(tier, node, count)
-        slower = self.tiers[self.tiers.index(tier) + 1 :]
-        kept = np.zeros(len(rows), dtype=np.bool_)
-        for below in slower:
-            kept |= self.columns.slot[below][rows] != NO_SLOT
-        # From the head on, so that what is kept below has its ancestors.
-        left = rows[~kept][::-1]
-        for below in slower:
-            if len(left) and below is Tier.NVME:
-                # What outlives a restart is whole: copies of its ancestors go with it.
-                path = self.tree.path(int(rows[0]))
-                left = path[self.columns.slot[below][path] == NO_SLOT]
-            room = self._admitted_below(below, node, len(left), now) if len(left) else 0
-            for crossed in self.tiers[self.tiers.index(tier) : self.tiers.index(below)]:
-                self.links.down[crossed].move(room * self.block_bytes, now)
-            self._put(below, left[:room])
-            left = left[room:]
-        self._drop(tier, rows[: self._free_to_go(tier, rows)])
-
-    def _admitted_below(self, tier: Tier, node: int, count: int, now: float) -> int:
-        """Room in a slower tier for blocks of this node, at the cost of what is worth less there."""
-        short = count - (self.capacity[tier] - self.used[tier])
-        if short > 0:
-            for victim, taken in self._worth_less(tier, node, short, now):
-                self._leave(tier, victim, taken, now)
-        return min(count, self.capacity[tier] - self.used[tier])
-
-    def _worth_less(self, tier: Tier, node: int, count: int, now: float) -> Victims:
-        view = self._views[tier]
-        if isinstance(self.policy, ImportancePolicy):
-            return self.policy.victims_for_node(view, count, node, now, self.rng)
-        return self.policy.victims(view, count, now, self.rng)
-
-    def _put(self, tier: Tier, rows: Rows) -> None:
-        if len(rows):
-            self.columns.slot[tier][rows] = SOME_SLOT
-            self.tree.copies_added(tier, rows)
-            self.used[tier] += len(rows)
-
-    def _drop(self, tier: Tier, rows: Rows) -> None:
-        """Drops copies; blocks without another are forgotten."""
-        self.tree.copies_dropped(tier, rows)
-        self.columns.slot[tier][rows] = NO_SLOT
-        self.used[tier] -= len(rows)
-        kept = np.zeros(len(rows), dtype=np.bool_)
-        for other in self.tiers:
-            kept |= self.columns.slot[other][rows] != NO_SLOT
-        gone = rows[~kept]
-        if len(gone):
-            if self.listener is not None:
-                reused = bool(self.tree.nodes.reused[self.columns.node[gone[0]]])
-                self.listener.evicted(gone, reused)
-            self.tree.remove(gone)
-            self.columns.free(gone)
-
-    def _evictable(self, tier: Tier) -> Evictable:
-        """Copies that are not pinned, and in the last tier whose going leaves no block without its parent."""
-        last = tier is self.tiers[-1]
-
-        def count(node: int, limit: int) -> int:
-            rows = self.tree.tail_rows(tier, node, limit)
-            held = (self._pins[rows] != 0).nonzero()[0]
-            free = int(held[0]) if len(held) else len(rows)
-            return self._free_to_go(tier, rows[:free]) if last else free
-
-        return count
-
-    def _free_to_go(self, tier: Tier, rows: Rows) -> int:
-        """How many of these deepest copies may go: kept elsewhere, or with nothing left below."""
-        if len(rows) == 0:
-            return 0
-        kept = np.zeros(len(rows), dtype=np.bool_)
-        for other in self.tiers:
-            if other is not tier:
-                kept |= self.columns.slot[other][rows] != NO_SLOT
-        childless = np.empty(len(rows), dtype=np.bool_)
-        childless[0] = self.tree.ends_with(tier, int(rows[0]))
-        childless[1:] = ~kept[:-1] & (self.columns.parent[rows[:-1]] == rows[1:])
-        free = kept | childless
-        stop = int(free.argmin())
-        return len(rows) if free[stop] else stop
+    def _room_for(self, parts: list[Part], count: int) -> int:
+        """Room for new blocks: at any price where a slower tier has what goes, else for what is worth it."""
+        tier = self.store_tier
+        if self.line is not None:
+            return self.make_room(tier, count)
+        slack = slack_count(self.capacity[tier])
+        placed = 0
+        for part in parts:
+            placed += len(part.ids)
+            short = placed - self.free(tier)
+            worth = AT_ANY_PRICE if self.learner is None else self.learner.ceiling_for_new(part.history)
+            if short > 0 and self.evict(tier, short + slack, worth) < short:
+                break
+        return min(count, self.free(tier))
