@@ -22,7 +22,7 @@ from prefixd_server.simulate.traces import read_trace
 from tests.support.live_replay import SLOTS_PER_SEGMENT, agreement, spread
 
 TRACE = Path(__file__).parents[1] / "tests" / "data" / "traces" / "mooncake_conversation_512.jsonl.zst"
-SIZES = ((8, 0), (4, 26), (8, 52))
+SIZES = ((8, 0), (2, 10), (4, 26), (8, 14), (8, 52))
 LIMIT_POINTS = 1.0
 
 
