@@ -52,7 +52,8 @@ class KvCopies(Protocol):
     def load(self, lease: ReadLease, shard: int, start: int, block_ids: Sequence[int]) -> int:
         """Copies blocks of a lease from `start` on into these of the KV cache.
 
-        Returns how many of the first are there, and verified. The others are never touched again.
+        Returns how many of the first are there, and verified. The others hold anything; what the engine
+        writes to them from now on stays.
         """
         ...
 
