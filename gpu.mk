@@ -11,7 +11,7 @@ GPU_NEEDS := $(if $(GPU_PYTHON),$(GPU_VENV)/ready,$(READY))
 GPU_CYCLES ?= 1000
 GPU_PACKAGES := grpcio protobuf numpy xxhash googleapis-common-protos grpcio-channelz grpcio-health-checking \
     grpcio-reflection grpcio-status uvloop structlog prometheus-client rocksdb-py click rich zstandard \
-    psutil pytest pytest-asyncio pytest-timeout
+    psutil transformers pytest pytest-asyncio pytest-timeout
 
 .PHONY: gpu-test gpu-bench gpu-bundle gpu-cycles mutants
 
