@@ -74,6 +74,7 @@ def test_what_lies_on_one_device_is_read_from_dram_on_the_other(
 ) -> None:
     (near, _), (far, _) = engines
     assert near.ask("put_there", **RUN) == 8
+    assert near.ask("acquire", **RUN)["hit"] == 8, "it stays where it is read"
     observer.wait(lambda: far.ask("get", **RUN), lambda seen: seen == WHOLE, "it is brought down")
     assert far.ask("tiers", **RUN) == [["DRAM", 8]]
     assert near.ask("tiers", **RUN) == [["HBM", 8]]
