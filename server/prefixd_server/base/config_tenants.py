@@ -43,7 +43,7 @@ class TenantConfig:
         'Most DRAM that the tenant may hold, in whole segments; "auto" lets it use whatever others leave.',
     )
     hbm_quota_bytes: int = option(
-        AUTO_BYTES, size("2MiB", "16TiB", auto=True), "The same for GPU memory, in segments of hbm.segment."
+        AUTO_BYTES, size("2MiB", "16TiB", auto=True), "The same for GPU memory, all devices together."
     )
     nvme_quota_bytes: int = option(
         AUTO_BYTES, size("2MiB", "1024TiB", auto=True), "The same for NVMe, in segments of nvme.segment."
