@@ -17,8 +17,9 @@ import pytest
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.config import NvmeConfig
 from prefixd_server.base.files import RealFiles
-from prefixd_server.base.types import LeaseRelease, Tier
+from prefixd_server.base.types import Acquired, LeaseRelease, Tier
 from prefixd_server.cache.build import DiskSeams
+from prefixd_server.cache.storage import Storage
 from prefixd_server.media.nvme_format import segment_of_name
 from prefixd_server.simulate.traces import Trace, read_trace
 
@@ -96,12 +97,23 @@ def engine_of(node: Node) -> Engine:
     return Engine(node, node.open_session("red", "one"), ref, block_bytes=BLOCK_BYTES)
 
 
+async def acquire(engine: Engine, hashes: list[bytes]) -> Acquired:
+    """Waits for what NVMe has of the run, then leases it, on the node's loop."""
+    if engine.node.cache.storage is not None:
+        await engine.node.cache.wait_for("red", engine.ref, packed(hashes), 10.0)
+    return engine.acquire(hashes)
+
+
+async def migrate(storage: Storage) -> None:
+    """One tick, and the copies that it begins: a disk that is fast beside the pauses between requests."""
+    await storage.scheduler.tick()
+    await storage.transfers.drain()
+
+
 def serve(engine: Engine, hashes: list[bytes]) -> int:
     """One request: takes what is kept, stores the rest; blocks hit."""
     node = engine.node
-    if node.cache.storage is not None:
-        node.run(node.cache.wait_for("red", engine.ref, packed(hashes), 10.0))
-    answer = engine.acquire(hashes)
+    answer = node.run(acquire(engine, hashes))
     hits = answer.run.hit_count
     if hits < len(hashes):
         reserved = engine.reserve(hashes[hits:], hashes[hits - 1] if hits else None)
@@ -112,7 +124,7 @@ def serve(engine: Engine, hashes: list[bytes]) -> int:
         releases = [LeaseRelease(answer.lease.token)]
         node.run(node.cache.release("red", engine.session.session_id, releases))
     if node.cache.storage is not None:
-        node.run(node.cache.storage.scheduler.tick())
+        node.run(migrate(node.cache.storage))
     return hits
 
 
