@@ -169,6 +169,10 @@ def agreement(
     live = LiveReplay(trace, data_dir, dram_segments, nvme_segments, policy, seed)
     tables = live.cache.state.catalog.slots
     sizes = {tier: table.segment_count * SLOTS_PER_SEGMENT for tier, table in tables.items()}
+    storage = live.cache.storage
+    if storage is not None:
+        # Blocks as small as these are bounded by the disk space of their records first.
+        sizes[Tier.NVME] = min(sizes[Tier.NVME], storage.nvme.block_count_max)
     try:
         hit = live.run()
         problems = live.cache.check()

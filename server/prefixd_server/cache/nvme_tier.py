@@ -67,7 +67,7 @@ class NvmeTier:
         self.index = index
         self.budget = budget
         self.health = health
-        self._block_count_max = block_count_max
+        self.block_count_max = block_count_max
         """Records that the disk space kept for the index is enough for."""
         self._recorded: set[tuple[str, bytes, int]] = set()
         """Namespaces whose record is durable: the present index process has it from us."""
@@ -97,7 +97,7 @@ class NvmeTier:
     def _record_room(self) -> int:
         """How many more slots may have an index record."""
         counts = self._state.catalog.slots[Tier.NVME].counts()
-        return max(0, self._block_count_max - counts.reserved - counts.resident)
+        return max(0, self.block_count_max - counts.reserved - counts.resident)
 
     def _make_room(self, pool: int, parts: Parts, left: int) -> None:
         """Evicts for one part after the other, `left` blocks in all, until what remains is worth more."""
