@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prefixd.v1 import types_pb2
 
+from tests.support.at_work import wait_until_at_work
 from tests.support.daemon_command import DaemonCommand
 from tests.support.memory_scribble import scribble_all_memory
 
@@ -127,6 +128,8 @@ def test_engines_outlive_the_daemon_and_find_it_again(first, second, node) -> No
     assert reply == {"tokens": cold["tokens"], "cached": 0}
     node.start()
     node.wait_until_attached(2)
+    for engine in (first, second):
+        wait_until_at_work(lambda tokens, engine=engine: int(engine.generate(tokens)[0]["cached"]))
     cold = saved(first, node, later)
     (warm,) = second.generate(later)
     assert warm == {"tokens": cold["tokens"], "cached": 10 * BLOCK}

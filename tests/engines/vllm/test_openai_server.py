@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prefixd.v1 import types_pb2
 
+from tests.support.at_work import wait_until_at_work
 from tests.support.daemon_command import DaemonCommand
 from tests.support.vllm_models import TINY, add_tokenizer, make_model, prompt
 from tests.support.vllm_process import PATIENT, transfer_config
@@ -69,6 +70,7 @@ def test_64_requests_in_flight_hit_shared_prefixes_and_again_after_a_restart(ser
     daemon.kill()
     daemon.start()
     daemon.wait_until_attached(2)
+    wait_until_at_work(lambda tokens: int(server.complete([tokens], max_tokens=1)[0]["cached"]))
     assert daemon.tier(types_pb2.TIER_NVME).resident_slot_count >= FAMILIES * SHARED_TOKENS // BLOCK
     recovered = server.complete(PROMPTS, max_tokens=REPLY_TOKENS)
     # What was still in memory alone is lost; the rest is read from disk.

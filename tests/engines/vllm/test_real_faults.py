@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from prefixd.v1 import types_pb2
 
+from tests.support.at_work import wait_until_at_work
 from tests.support.daemon_command import ROOT, DaemonCommand
 from tests.support.scribble import scribble
 from tests.support.vllm_models import TINY, make_model, prompt
@@ -55,9 +56,14 @@ class Life:
         assert passed < 3 * usual + DELAY_MAX_S
         return reply
 
-    def fill(self, daemon: DaemonCommand, *indexes: int) -> None:
-        """Asks these prompts once the engine is attached, and waits for their saves."""
+    def rejoin(self, daemon: DaemonCommand) -> None:
+        """Returns when the engine works with this daemon."""
         daemon.wait_until_attached(2)
+        wait_until_at_work(lambda tokens: int(self.process.generate(tokens)[0]["cached_tokens"]))
+
+    def fill(self, daemon: DaemonCommand, *indexes: int) -> None:
+        """Asks these prompts once the engine works with this daemon, and waits for their saves."""
+        self.rejoin(daemon)
         for index in indexes:
             self.ask(index)
         self.process.ask("settle")
@@ -110,7 +116,7 @@ def test_damaged_blocks_on_nvme_are_computed(life, tmp_path) -> None:
         for path in files:
             damage(path)
         daemon.start()
-        daemon.wait_until_attached(2)
+        life.rejoin(daemon)
         stored = daemon.tier(types_pb2.TIER_NVME).resident_slot_count
         assert stored > 20
         for index in range(len(PROMPTS)):
