@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prefixd_server.base.config import NvmeConfig
 from prefixd_server.base.types import Tier
 
 from tests.support.node import MIB, Node, chain, packed
-from tests.support.nvme_node import fill, make_engine, place_of, read, start, storage_of, stored
+from tests.support.nvme_node import BLOCK_BYTES, fill, make_engine, place_of, read, start, storage_of, stored
 
 
 @pytest.fixture
@@ -47,6 +49,33 @@ def test_a_restart_recovers_what_was_durable(data_dir: Path) -> None:
     assert hits == kept
     assert second.cache.check() == []
     second.close()
+
+
+def test_two_who_need_a_segment_do_not_outdate_each_others_records(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start(data_dir, NvmeConfig(size_bytes=64 * MIB, segment_bytes=2 * MIB))
+    nvme, catalog = storage_of(node).nvme, node.cache.state.catalog
+    pool = catalog.namespaces.pool("red", BLOCK_BYTES)
+    raised: list[int] = []
+    raise_generation = nvme.medium.raise_generation
+
+    def counted(segment: int, slot_bytes: int) -> int:
+        raised.append(segment)
+        return raise_generation(segment, slot_bytes)
+
+    monkeypatch.setattr(nvme.medium, "raise_generation", counted)
+
+    async def allocate(count: int) -> None:
+        found = await asyncio.gather(*(nvme.allocate(pool, [(count, 1.0)], count) for _ in range(2)))
+        assert [len(slots) for slots in found] == [count, count]
+        catalog.slots[Tier.NVME].free(np.concatenate(found))
+
+    node.run(allocate(10))
+    assert len(raised) == 1, "one segment is enough for both"
+    node.run(allocate(20))
+    assert len(raised) == len(set(raised)) == 2
+    node.close()
 
 
 def test_a_dropped_namespace_stays_dropped_after_a_restart(data_dir: Path) -> None:

@@ -75,6 +75,7 @@ class NvmeTier:
         """How often the index had been started again by then."""
         self._disowned: list[tuple[Keys, Slots]] = []
         self._departing = asyncio.Lock()
+        self._assigning = asyncio.Lock()
         self.written_bytes = 0
         self.read_bytes = 0
 
@@ -87,7 +88,7 @@ class NvmeTier:
         """
         table = self._state.catalog.slots[Tier.NVME]
         count = min(count_max, sum(part for part, _ in parts))
-        while table.free_count(pool) < count and await self._assign(pool):
+        while table.free_count(pool) < count and await self._assign(pool, count):
             pass
         if count > min(table.free_count(pool), self._record_room()):
             self._make_room(pool, parts, count)
@@ -113,21 +114,27 @@ class NvmeTier:
                 if free < 0:
                     return
 
-    async def _assign(self, pool: int) -> bool:
-        """Gives the pool a segment that serves nobody; its generation is raised, durably, first."""
+    async def _assign(self, pool: int, count: int) -> bool:
+        """Gives the pool a segment that serves nobody; its generation is raised, durably, first.
+
+        One at a time: raised for two, a segment would outdate what the first has recorded there. Whoever
+        waited meanwhile may find `count` slots free.
+        """
         table = self._state.catalog.slots[Tier.NVME]
-        if not self._state.quotas.may_grow(self._state.catalog, Tier.NVME, pool):
-            return False
-        spare = [segment for segment in table.unassigned() if segment in self._present()]
-        if not spare:
-            return False
-        segment, slot_bytes = spare[0], self._state.catalog.namespaces.pool_of(pool).slot_bytes
-        generation = await self._state.movers_of(Tier.NVME).run(
-            CallJob(partial(self.medium.raise_generation, segment, slot_bytes))
-        )
-        if table.pool_of(segment) < 0:
+        async with self._assigning:
+            if table.free_count(pool) >= count:
+                return True
+            if not self._state.quotas.may_grow(self._state.catalog, Tier.NVME, pool):
+                return False
+            spare = [segment for segment in table.unassigned() if segment in self._present()]
+            if not spare:
+                return False
+            segment, slot_bytes = spare[0], self._state.catalog.namespaces.pool_of(pool).slot_bytes
+            generation = await self._state.movers_of(Tier.NVME).run(
+                CallJob(partial(self.medium.raise_generation, segment, slot_bytes))
+            )
             table.assign(segment, pool, slot_bytes, segment, generation)
-        return True
+            return True
 
     def _present(self) -> set[int]:
         return set(self.medium.present())
