@@ -7,6 +7,7 @@ what it was asked (`asked`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -64,7 +65,8 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
         self._held: dict[str, threading.Event] = {}
         self._arrived = threading.Condition()
         self._reserved: dict[bytes, list[tuple[bytes, int]]] = {}
-        self._next_slot = 0
+        self._slots = itertools.count()
+        """Of blocks to come; calls are answered on many threads."""
         self._fd = os.memfd_create("fake", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, SLOT_COUNT * SLOT_BYTES)
         self.memory = mmap.mmap(self._fd, SLOT_COUNT * SLOT_BYTES)
@@ -176,9 +178,9 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
             outcome = types_pb2.RESERVE_OUTCOME_RESERVED if new else types_pb2.RESERVE_OUTCOME_PRESENT
             answer.outcomes.add(outcome=outcome, block_count=1)
             if new:
-                answer.extents.append(self._extent(index, self._next_slot))
-                entries.append((key, self._next_slot))
-                self._next_slot += 1
+                slot = next(self._slots)
+                answer.extents.append(self._extent(index, slot))
+                entries.append((key, slot))
         if entries:
             answer.lease.CopyFrom(self._lease(token))
             self._reserved[token] = entries
