@@ -157,7 +157,7 @@ def test_nothing_of_the_dead_boot_remains_in_the_engine(daemon: DaemonProcess, e
         assert engine.ask("redeem", token=read["token"], shard=0, **RUN) == -1
         for token in (read["token"], written["token"]):
             assert engine.ask("redeem_refused", token=token) == "LEASE_UNKNOWN"
-        assert observer.leases() == []
+        observer.wait(observer.leases, lambda now: not now, "what was read since is released")
         assert observer.problems() == []
 
 

@@ -19,6 +19,8 @@ from prefixd_client.client import Client
 
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 30.0
+RELEASE_TIMEOUT_S = 10.0
+"""Releases travel in the background, in company; an engine's leases live longer than this."""
 
 
 def prefixd_command() -> str:
@@ -61,8 +63,13 @@ class DaemonCommand:
             assert time.monotonic() < deadline, f"the daemon is not serving: {self.log}"
 
     def leases(self) -> list[str]:
-        """The leases that it knows."""
-        return [lease.token_prefix for lease in self._admin("ListLeases", admin.ListLeasesRequest()).leases]
+        """The leases that it still knows once those released before have had time to come."""
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while True:
+            known = self._admin("ListLeases", admin.ListLeasesRequest()).leases
+            if not known or time.monotonic() > deadline:
+                return [lease.token_prefix for lease in known]
+            time.sleep(0.02)  # polls another process: there is nothing to wait on
 
     def problems(self) -> list[str]:
         """What its own check finds wrong."""
