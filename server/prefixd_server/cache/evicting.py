@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from prefixd_server.catalog.events import BlocksRemoved
 from prefixd_server.catalog.nodes import NO_NODE
 from prefixd_server.catalog.passes import StepsTo, copied
 
-T = TypeVar("T")
 PAUSE_S = 0.001
 """After each batch, which takes as long."""
 BATCH_BLOCK_COUNT = 512
@@ -76,7 +75,7 @@ class Evicting:
         if top == NO_NODE:
             return
         tree, columns = self._state.catalog.tree, self._state.catalog.columns
-        below, created = yield from _silently(self._nodes_below(top))
+        below, created = yield from self._nodes_below(top)
         parting: list[Rows] = []
         orphaned: Counter[int] = Counter()
         block_count = 0
@@ -128,14 +127,3 @@ class Evicting:
                     yield []
         found.reverse()
         return found, created
-
-
-def _silently(steps: StepsTo[T]) -> Turns[T]:
-    """The steps, of which nothing is told but their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        yield

@@ -1,6 +1,6 @@
 """Long work on the loop, in turns: a generator that yields wherever others may have theirs.
 
-What it does between two yields is one step; after each it takes the state anew.
+What it does between two yields is one step; after each it takes the state anew. What it yields is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Turns: TypeAlias = Generator[None, None, T]
+Turns: TypeAlias = Generator[Any, None, T]
 
 
 def at_once(work: Callable[P, Turns[T]]) -> Callable[P, T]:
