@@ -15,7 +15,7 @@ STEPS = 400
 WAYS: list[dict[str, Any]] = [
     {"ranks": 2, "prefix_caching": True},
     {"prefix_caching": True},
-    {"async_load": False, "prefix_caching": True},
+    {"async_load": False},
     {},
 ]
 

@@ -92,6 +92,27 @@ def test_a_damaged_block_is_computed_and_its_request_does_not_loop(daemon, engin
         assert counted["unloaded_blocks"] == 400 // BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_blocks_that_did_not_load_reach_no_other_request(daemon, engine_of, way) -> None:
+    """vLLM's own prefix cache shares a block that is loaded within a step before it is known to be right, and
+    leaves its repair to the request that loaded it, which may go first."""
+    prompt = tokens(400)
+    with engine_of(daemon, **way) as writer:
+        writer.ask(prompt)
+        spec = writer.connector._side.namespace
+        hashes = run_hashes(writer, prompt)
+    for steps in range(1, 8):
+        scribble(daemon.socket, spec, hashes, [3], shard=spec.shard_count - 1)
+        with engine_of(daemon, prefix_caching=True, **way) as reader:
+            gone, beside = reader.add(prompt, 20), reader.add(prompt, 20)
+            reader.run(until=lambda: reader.scheduler.requests[gone].num_computed_tokens > 0)
+            for _ in range(steps):
+                reader.step()
+            reader.abort(gone)
+            assert reader.ask(prompt) == right_reply(prompt, 4)
+            assert reader.replies[beside] == right_reply(prompt, 20)
+
+
 def test_a_block_found_damaged_is_a_miss_from_then_on(daemon, engine_of) -> None:
     prompt = tokens(400)
     with engine_of(daemon) as writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..engine_settings import EngineSettings
@@ -16,7 +16,8 @@ class Settings(EngineSettings):
     PAGE: ClassVar[str] = "docs/howto-vllm.md"
 
     async_load: bool = True
-    """Load between steps, while other requests compute. False: within the step, before its forward pass."""
+    """Load between steps, while other requests compute. False: within the step, before its forward pass, where
+    vLLM's own prefix cache is off."""
     save_decode: bool = True
     """Also save the blocks that fill up while tokens are generated: the next turn of a chat hits them."""
     min_load_tokens: int = 1
@@ -31,6 +32,15 @@ class Settings(EngineSettings):
     device_uuids: str = ""
     """GPUs of this engine's workers on this node, as nvidia-smi -L prints them, by commas in the order of
     their local ranks. Empty: as torch names them."""
+
+    def beside_prefix_cache(self) -> Settings:
+        """What holds where vLLM's own prefix cache is on: loads are between steps.
+
+        vLLM (seen in 0.32) lets other requests hit a block that is loaded within a step before it is known to be
+        right. When it is not, the request that loaded it is to compute it; an abort or a preemption before
+        that leaves it in vLLM's cache, and others read bytes that are not theirs.
+        """
+        return replace(self, async_load=True)
 
     def device_of(self, local_rank: int) -> str:
         """The worker's entry of device_uuids; empty when there are none. Raises UnsupportedEngine."""
