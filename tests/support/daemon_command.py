@@ -47,11 +47,11 @@ class DaemonCommand:
         self._arguments = ["--dram-size", dram, *arguments]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Returns when it serves."""
+    def start(self, *changes: str) -> None:
+        """Returns when it serves. changes: arguments that come after the others, for this time."""
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._command, "serve", "--socket", str(self.socket), *self._arguments],
+                [*self._command, "serve", "--socket", str(self.socket), *self._arguments, *changes],
                 stderr=log,
                 stdout=log,
                 cwd=ROOT,

@@ -71,8 +71,10 @@ def reader(
     models: Path,
     shared_daemon: DaemonCommand,
 ) -> Iterator[Reader]:
-    """An engine that publishes its KV events, with whole hashes. It loads in steps where it has no prefix cache
-    of its own."""
+    """An engine that publishes its KV events, with whole hashes.
+
+    It loads in steps where it has no prefix cache of its own.
+    """
     endpoint = f"ipc://{shared_daemon.socket.parent}/events{request.param}"
     options = engine_options(
         make_model(models / "tiny-float32", TINY, "float32"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,11 @@ def run_hashes(engine: Harness, prompt: list[int]) -> list[bytes]:
     engine.abort(request_id)
     engine.run()
     return hashes
+
+
+def has_begun(engine: Harness, request_id: str) -> bool:
+    """Whether anything of a request is computed or loaded."""
+    return bool(engine.scheduler.requests[request_id].num_computed_tokens)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -105,7 +112,7 @@ def test_blocks_that_did_not_load_reach_no_other_request(daemon, engine_of, way)
         scribble(daemon.socket, spec, hashes, [3], shard=spec.shard_count - 1)
         with engine_of(daemon, prefix_caching=True, **way) as reader:
             gone, beside = reader.add(prompt, 20), reader.add(prompt, 20)
-            reader.run(until=lambda: reader.scheduler.requests[gone].num_computed_tokens > 0)
+            reader.run(until=partial(has_begun, reader, gone))
             for _ in range(steps):
                 reader.step()
             reader.abort(gone)

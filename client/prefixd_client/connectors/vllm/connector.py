@@ -66,7 +66,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.from_extra_config(transfer.kv_connector_extra_config or {})
         if vllm_config.cache_config.enable_prefix_caching:
             if not self._settings.async_load:
-                _LOG.warning("prefixd: async_load = false needs --no-enable-prefix-caching: loads are between steps")
+                _LOG.warning("prefixd: async_load = false needs --no-enable-prefix-caching and is ignored")
             self._settings = self._settings.beside_prefix_cache()
         self._plan = ShardPlan.of(vllm_config)
         device_uuid = "" if role == KVConnectorRole.SCHEDULER else worker_device(self._settings)

@@ -272,7 +272,9 @@ class SchedulerSide:
 
     def _ask(self, tracked: Tracked, hashes: Sequence[bytes], skip: int) -> None:
         resolve = self._adapters.resolver(self._base, tracked.request.lora_request)
-        wait_s = self._estimates.wait_s(len(hashes) - skip)
+        wait_s = self._settings.wait_max_s
+        if self._settings.load_if_sooner:
+            wait_s = self._estimates.wait_s(len(hashes) - skip)
         tracked.question = self._asking.ask(resolve, hashes, skip, tracked.request_id, wait_s)
         tracked.skip_blocks = skip
         tracked.phase = Phase.ASKED

@@ -10,20 +10,21 @@ from ..engine_settings import EngineSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(EngineSettings):
-    """What only vLLM's connector can do; wait_max_s never exceeds what computing is estimated to take."""
+    """What only vLLM's connector can do."""
 
     WHERE: ClassVar[str] = "kv_connector_extra_config."
     PAGE: ClassVar[str] = "docs/howto-vllm.md"
 
     async_load: bool = True
-    """Load between steps, while other requests compute. False: within the step, before its forward pass, where
-    vLLM's own prefix cache is off."""
+    """Load between steps, while other requests compute. False: within the step, before its forward pass,
+    where vLLM's own prefix cache is off."""
     save_decode: bool = True
     """Also save the blocks that fill up while tokens are generated: the next turn of a chat hits them."""
     min_load_tokens: int = 1
     """Fewer tokens than this beyond the engine's own hit are computed: a load costs two round trips."""
     load_if_sooner: bool = True
-    """Load only what is estimated to come sooner than computing it. False: load all that is kept."""
+    """Load only what is estimated to come sooner than computing it, and wait no longer for it. False: load
+    all that is kept, and wait up to wait_max_s for it."""
     adapters_never_overwritten: bool = False
     """You vouch that the files of a LoRA adapter never change once written. False: adapters whose files are
     newer than the engine are not shared, since it cannot be known which bytes the engine has loaded."""
@@ -36,9 +37,9 @@ class Settings(EngineSettings):
     def beside_prefix_cache(self) -> Settings:
         """What holds where vLLM's own prefix cache is on: loads are between steps.
 
-        vLLM (seen in 0.32) lets other requests hit a block that is loaded within a step before it is known to be
-        right. When it is not, the request that loaded it is to compute it; an abort or a preemption before
-        that leaves it in vLLM's cache, and others read bytes that are not theirs.
+        vLLM (seen in 0.32) lets other requests hit a block that is loaded within a step before it is known
+        to be right. When it is not, the request that loaded it is to compute it; an abort or a preemption
+        before that leaves it in vLLM's cache, and others read bytes that are not theirs.
         """
         return replace(self, async_load=True)
 
