@@ -1,8 +1,9 @@
 """Moves one block between a slot and the engine's memory, and computes its checksum.
 
-The checksum is XXH3_64 over the engine's memory, never over the slot (law 1): a write hashes before it
-copies, a read copies before it hashes. Both go piece by piece, large pieces in parts that still lie in the
-CPU's cache for the second pass. ctypes.memmove and xxhash release the GIL.
+The checksum is XXH3_64 over the engine's memory, never over the slot (law 1). Each part is copied and then
+hashed, while it still lies in the CPU's cache: a copy waits for memory less than a hash does, since it reads
+and writes at a time. Memory that changes between the two is a mismatch. ctypes.memmove and xxhash release the
+GIL.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def write_block(slot: int, pieces: Pieces) -> int:
     for start, nbytes in pieces:
         for offset, size, memory in _parts(nbytes, (slot ^ start) % LINE_BYTES == 0):
             source = start + offset
-            digest.update(memory.from_address(source))
             memmove(slot + offset, source, size)
+            digest.update(memory.from_address(source))
         slot += nbytes
     return int(digest.intdigest())
 
