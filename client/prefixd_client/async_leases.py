@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .control import Control
 from .holds import ReadHold, WriteHold
@@ -17,15 +17,20 @@ from .values import Committed
 T = TypeVar("T")
 
 
-async def _finished(copy: Coroutine[Any, Any, T]) -> T:
-    """The copy's result. When the caller is cancelled, the copy is waited for first: nobody can stop it, and
-    what it reads or writes must stay what it is until then."""
-    task = asyncio.ensure_future(copy)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+async def _finished(copy: Callable[[], T]) -> T:
+    """The copy's result, made on a thread. A caller that is cancelled, however often, waits for it first:
+    nobody can stop it, and what it reads or writes must stay what it is until then."""
+    # A future and no task: asyncio.run() cancels every task when it ends.
+    copying = asyncio.get_running_loop().run_in_executor(None, copy)
+    cancelled: asyncio.CancelledError | None = None
+    while not copying.done():
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return copying.result()
 
 
 class AsyncReadLease(ReadHold):
@@ -41,7 +46,7 @@ class AsyncReadLease(ReadHold):
         stream: int = 0,
     ) -> int:
         """See ReadHold.copy_out. A cancelled caller waits for the copy: its memory is its own then."""
-        return await _finished(asyncio.to_thread(self.copy_out, targets, shard, kv_group, start, stream))
+        return await _finished(lambda: self.copy_out(targets, shard, kv_group, start, stream))
 
     async def __aenter__(self) -> AsyncReadLease:
         return self
@@ -71,7 +76,7 @@ class AsyncWriteLease(WriteHold):
     ) -> Committed:
         """See WriteLease.store. A cancelled caller waits for the copy; its blocks are then given up."""
         try:
-            call = await _finished(asyncio.to_thread(self.copy_in, sources, blocks, stream))
+            call = await _finished(lambda: self.copy_in(sources, blocks, stream))
             committed = await self._run(call)
         except asyncio.CancelledError:
             self.abort()

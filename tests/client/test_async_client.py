@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prefixd_client import AsyncClient, ClientClosed, InvalidArgument, RequestPhase, RunHits, UsageReport
 
-from tests.support.clients import PATIENT, data_of, empty, run_of, spec
+from tests.support.clients import PATIENT, HeldCopies, data_of, empty, run_of, spec
 from tests.support.fake_daemon import fake_daemon
 
 RUN = run_of(3)
@@ -95,6 +95,47 @@ async def test_a_cancelled_store_gives_its_blocks_up(daemon) -> None:
         abort = await asyncio.to_thread(daemon.wait_asked, "Abort")
         assert abort.token == lease.token
         held.set()
+
+
+async def cancelled_again_and_again(held: HeldCopies) -> None:
+    """Cancels every other task while a copy is under way: as scopes do that insist, and asyncio.run() at its
+    end."""
+    assert await asyncio.to_thread(held.reached.wait, 20)
+    for _ in range(10):
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+
+
+async def test_a_cancelled_load_has_its_memory_back_when_nobody_writes_to_it(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        data = await stored(namespace, RUN)
+        targets = empty(3)
+        async with await namespace.acquire(RUN) as lease:
+            with HeldCopies(client) as held:
+                task = asyncio.create_task(lease.load(targets))
+                await cancelled_again_and_again(held)
+                assert not task.done()
+                held.go()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert [bytes(target) for target in targets] == data
+
+
+async def test_a_cancelled_store_gives_its_blocks_up_when_nobody_writes_to_them(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        lease = await namespace.reserve(RUN)
+        with HeldCopies(client) as held:
+            task = asyncio.create_task(lease.store(data_of(RUN)))
+            await cancelled_again_and_again(held)
+            assert lease.is_held
+            held.go()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        abort = await asyncio.to_thread(daemon.wait_asked, "Abort")
+        assert abort.token == lease.token
 
 
 async def test_after_a_restart_it_works_again(path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
-from prefixd_client import Client, ClientOptions, KvGroup, Namespace, NamespaceSpec
+from prefixd_client import AsyncClient, Client, ClientOptions, KvGroup, Namespace, NamespaceSpec
 
 BLOCK_BYTES = 4096
 PATIENT = ClientOptions(lookup_timeout_s=10.0, write_timeout_s=10.0, open_wait_s=10.0, probe_pause_max_s=0.2)
@@ -71,3 +74,44 @@ def until(holds: Callable[[], object], what: str = "the state") -> None:
 def is_ready(client: Client) -> bool:
     """Whether its calls go out."""
     return client.status().state == "ready"
+
+
+class HeldCopies:
+    """Holds a client's copies where they ask whether their lease is over: mapped, before the first block.
+
+    Use it with `with`, once the leases are there. A copy that is not let go before the end copies nothing.
+
+    Attributes:
+        reached: set when a thread has come there.
+    """
+
+    def __init__(self, client: Client | AsyncClient) -> None:
+        self._control = client.control
+        self._now = client.control.now
+        self._main = threading.current_thread()
+        self._released = threading.Event()
+        self._is_over = False
+        self.reached = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._control.now = self._held_now
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = not self._released.is_set()
+        self._control.now = self._now
+        self._released.set()
+
+    def go(self) -> None:
+        """Lets them copy."""
+        self._released.set()
+
+    def _held_now(self) -> float:
+        thread = threading.current_thread()
+        if thread is self._main or thread.name.startswith("prefixd-"):
+            return self._now()
+        self.reached.set()
+        assert self._released.wait(UNTIL_S), "the copies were not let go"
+        return math.inf if self._is_over else self._now()
