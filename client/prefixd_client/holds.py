@@ -71,17 +71,17 @@ class Lease:
             if start >= end:
                 continue
             try:
-                address, length_bytes, device = self.session.place(extent.segment_id, way.device)
+                place = self.session.place(extent.segment_id, way.device)
             except (SegmentUnknown, DeviceFault):
                 return
             except ConnectionError as error:
                 self._control.session_lost(self.session, str(error))
                 return
             offset = extent.offset_bytes + (start - extent.first_block) * extent.stride_bytes
-            if offset + (end - start - 1) * extent.stride_bytes + block_bytes > length_bytes:
+            if offset + (end - start - 1) * extent.stride_bytes + block_bytes > place.length_bytes:
                 return
-            span = Span(address + offset, extent.stride_bytes, start, end - start)
-            yield span, replace(way, device=device)
+            span = Span(place.address + offset, extent.stride_bytes, start, end - start)
+            yield span, replace(way, device=place.device)
 
     def _way(self, memory: Sequence[BlockMemory], stream: int) -> Way:
         """How blocks in this memory travel. Raises InvalidArgument for a GPU's when there is no device."""

@@ -26,7 +26,7 @@ from .device_driver import DeviceFault
 from .failures import Failure, failure_of
 from .namespace import NamespaceSpec
 from .options import ClientOptions
-from .segments import SegmentMap, SegmentUnknown
+from .segments import MappedSegment, SegmentMap, SegmentUnknown
 from .version import __version__
 
 log = logging.getLogger("prefixd_client")
@@ -45,6 +45,23 @@ class Beat:
 
     sent_at: float
     tokens: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a segment is reached by this process. Hold it while its memory is used.
+
+    Attributes:
+        address: of its first byte.
+        length_bytes: of the segment.
+        device: who copies from and to it; None for the CPU.
+        mapping: what keeps host memory mapped, also after the segment was retired.
+    """
+
+    address: int
+    length_bytes: int
+    device: DeviceMap | None
+    mapping: MappedSegment | None = None
 
 
 class Listener(Protocol):
@@ -171,8 +188,8 @@ class Session:
                 self._unpin_retired()
                 self._copies.notify_all()
 
-    def place(self, segment_id: int, device: DeviceMap | None) -> tuple[int, int, DeviceMap | None]:
-        """(address, length in bytes, who copies there) of a segment, mapped or opened now if it is not yet.
+    def place(self, segment_id: int, device: DeviceMap | None) -> Place:
+        """Where a segment lies, mapped or opened now if it is not yet.
 
         Args:
             device: who copies from and to the engine's memory, when that is on a GPU.
@@ -182,13 +199,13 @@ class Session:
             CompanionLost: it is not mapped, and the daemon does not answer.
         """
         if self.device is not None and self.device.knows(segment_id):
-            return *self.device.segment(segment_id), self.device
+            return Place(*self.device.segment(segment_id), self.device)
         if self.segments is None:
             raise SegmentUnknown(segment_id)
         segment = self.segments.segment(segment_id)
         if device is not None:
             device.pin(segment)
-        return segment.address, segment.length_bytes, device
+        return Place(segment.address, segment.length_bytes, device, segment)
 
     def _unpin_retired(self) -> None:
         """Lets the device go of segments that are gone, when nobody copies. The caller holds _copies."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 from prefixd.v1 import cache_service_pb2 as wire
 from prefixd_client import Client, DaemonRefused, RunHits
 
-from tests.support.clients import PATIENT, data_of, empty, is_ready, run_of, spec, stored, until
+from tests.support.clients import PATIENT, HeldCopies, data_of, empty, is_ready, run_of, spec, stored, until
 from tests.support.fake_daemon import SEGMENT_ID, fake_daemon
 
 HASTY = replace(PATIENT, lookup_timeout_s=0.2, probe_pause_min_s=0.05)
@@ -211,6 +212,33 @@ def test_retired_segments_are_let_go_of(daemon, client, namespace) -> None:
     retired = wire.SegmentsRetired(segment_ids=[SEGMENT_ID])
     daemon.tell(wire.OpenSessionResponse(segments_retired=retired))
     until(lambda: segments.segment(SEGMENT_ID) is not before)
+
+
+def is_mapped_here(address: int) -> bool:
+    """Whether this process has memory of a segment there."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.startswith(f"{address:x}-") for line in lines)
+
+
+def test_a_segment_that_is_retired_under_a_load_stays_until_the_load_is_over(
+    daemon, client, namespace
+) -> None:
+    data = stored(namespace, RUN)
+    segments = client.control.session.segments
+    address = segments.segment(SEGMENT_ID).address
+    until(lambda: not segments._work, "the end of prefaulting")
+    targets = empty(3)
+    with namespace.acquire(RUN) as lease, ThreadPoolExecutor(1) as pool, HeldCopies(client) as held:
+        loading = pool.submit(lease.load, targets)
+        assert held.reached.wait(20)
+        retired = wire.SegmentsRetired(segment_ids=[SEGMENT_ID])
+        daemon.tell(wire.OpenSessionResponse(segments_retired=retired))
+        until(lambda: SEGMENT_ID not in segments._mapped, "the retirement")
+        assert is_mapped_here(address)
+        held.go()
+        assert loading.result(20) == 3
+    assert [bytes(target) for target in targets] == data
+    until(lambda: not is_mapped_here(address), "the end of the mapping")
 
 
 def test_sixteen_threads_put_and_get_at_once(daemon, client, namespace) -> None:
