@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,7 +45,7 @@ from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
 from prefixd_server.cache.verifying import Verifier
 from prefixd_server.cache.workload import Workload
-from prefixd_server.catalog.events import CopiesLeased
+from prefixd_server.catalog.events import CopiesLeased, CopiesReleased
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
 from prefixd_server.catalog.namespaces import Namespace
 
@@ -65,6 +67,11 @@ class Found:
     tiers: NDArray[np.uint8]
     reach_of: ReachOf
     """Whose copies count."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether blocks behind the hit are known, and cannot be read yet."""
+        return self.known_count > self.hit_count
 
     def run(self, asked: int) -> RunHits:
         """hits + pending + misses = asked."""
@@ -118,7 +125,11 @@ class Reading:
         deadline = loop.time() + max_wait_s
         while True:
             namespace = self._state.catalog.namespaces.get(tenant, ref)
-            coming = self._warm(self._find(namespace, hashes, namespace.spec.parts, readable))
+            found = self._find(namespace, hashes, namespace.spec.parts, readable)
+            if not found.is_pending:
+                return
+            with self._kept(found):
+                coming = self._warm(found)
             remaining = deadline - loop.time()
             if not coming or remaining <= 0:
                 return
@@ -142,8 +153,10 @@ class Reading:
         found = self._find(namespace, hashes, namespace.spec.parts, self._readable(session))
         run = found.run(len(hashes))
         self.count(tenant, run)
-        self._warm(found)
-        self._warm_hot(found)
+        if found.is_pending:
+            with self._kept(found):
+                self._warm(found)
+                self._warm_hot(found)
         if self._hbm is not None:
             runs = ((shard, rows[: found.hit_count]) for (shard, _), rows in found.rows.items())
             self._hbm.consider(session, runs)
@@ -239,13 +252,26 @@ class Reading:
 
     # -- steps ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def _kept(self, found: Found) -> Iterator[None]:
+        """Leases what DRAM has of the run, so that room made meanwhile is not made of it.
+
+        Copies in other tiers need no lease: room is made in DRAM alone.
+        """
+        catalog = self._state.catalog
+        rows = np.concatenate([part[: found.known_count] for part in found.rows.values()])
+        slots = catalog.columns.slot[Tier.DRAM][rows[catalog.resident(Tier.DRAM, rows)]]
+        self._state.apply(CopiesLeased(Tier.DRAM, slots))
+        try:
+            yield
+        finally:
+            self._state.apply(CopiesReleased(Tier.DRAM, slots))
+
     def _warm(self, found: Found) -> list[asyncio.Future[None]]:
         """Starts to bring the first blocks that are stored and not readable; what to wait for.
 
         A window at a time: the first blocks of a cold run at once, the rest when they are asked for again.
         """
-        if found.known_count == found.hit_count:
-            return []
         coming: list[asyncio.Future[None]] = []
         for (shard, _), rows in found.rows.items():
             first = rows[found.hit_count : found.known_count][: self._window(rows)]
@@ -259,7 +285,7 @@ class Reading:
 
     def _warm_hot(self, found: Found) -> None:
         """Brings what lies behind the first blocks in the background, where it will be used again soon."""
-        if self._transfers is None or found.known_count == found.hit_count:
+        if self._transfers is None:
             return
         for rows in found.rows.values():
             window = self._window(rows)
