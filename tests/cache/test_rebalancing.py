@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
+from prefixd_server.base.config import MoverConfig
 from prefixd_server.base.types import LeaseRelease, Tier
 from prefixd_server.cache.rebalancing import FIRST_USE_WITHIN_S
 from prefixd_server.cache.sessions import SegmentsRetiredNotice
+from prefixd_server.media.movers import CallJob
 
 from tests.cache.conftest import MakeEngine
-from tests.support.engine import Engine
+from tests.support.engine import Engine, slot_counts
 from tests.support.node import Node, block_data, chain, checksum, read_blocks
 from tests.support.specs import spec
 
@@ -123,6 +129,40 @@ def test_a_damaged_block_is_forgotten_and_its_neighbours_are_moved(engine: MakeE
     for hashes in moved:
         ((data, _),) = read_blocks(node, one.acquire(hashes).shard_extents[0].extents, 65_536)
         assert data == block_data(hashes[0], 0, 65_536)
+
+
+@contextmanager
+def busy_movers(node: Node) -> Iterator[None]:
+    """The movers have as many jobs as they take, and finish none before the end."""
+    gate, limits = threading.Event(), MoverConfig()
+    movers = node.cache.state.movers
+    count = limits.thread_count + limits.queue_limit
+    jobs = [node.loop.create_task(movers.run(CallJob(gate.wait))) for _ in range(count)]
+    node.run(asyncio.sleep(0))
+    assert movers.depth == count
+    try:
+        yield
+    finally:
+        gate.set()
+        node.loop.run_until_complete(asyncio.wait(jobs))
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["copying", "renewing"])
+def test_while_the_movers_are_busy_no_segment_is_emptied_and_afterwards_it_is(
+    engine: MakeEngine, node: Node, dropped: bool
+) -> None:
+    red = engine()
+    fill(red)
+    if dropped:
+        node.run(node.cache.drop_namespace("red", red.ref))
+        node.clock.advance(FIRST_USE_WITHIN_S)
+    blue = engine(tenant="blue")
+    with busy_movers(node):
+        assert not admitted(node, blue, chain("mine"))
+        node.cache.raise_if_broken()
+        assert slot_counts(node)[1] == 0, "slots stay reserved for copies that nobody makes"
+        assert node.cache.check() == []
+    assert admitted(node, blue, chain("mine"))
 
 
 def release_of(token: bytes) -> LeaseRelease:

@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from prefixd_server.base.errors import PrefixdError
 from prefixd_server.base.types import Rows, Slots, SlotState, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import SegmentsRetiredNotice, Sessions
@@ -68,10 +69,16 @@ class Rebalancing:
                 await self.serve(pool)
 
     async def serve(self, pool: int) -> bool:
-        """Gives the pool one more segment, if another pool is worth less. Whether it did."""
+        """Gives the pool one more segment, if another pool is worth less. Whether it did.
+
+        Movers that are busy and memory that is not to be had are no end: who wants the room asks again.
+        """
         self.busy = True
         try:
             return await self._serve(pool)
+        except (PrefixdError, OSError) as error:
+            log.warning("no segment could be given; it is tried again", pool=pool, error=str(error))
+            return False
         finally:
             self.busy = False
 
@@ -86,8 +93,8 @@ class Rebalancing:
                 return False
         tenant = self._state.catalog.namespaces.pool_of(pool).tenant
         former = room.former_tenant[segment]
-        if former not in {None, tenant} and not await self._renew(segment, former):
-            return False
+        if former not in {None, tenant}:
+            await self._renew(segment, former)
         room.assign(segment, pool)
         log.info("segment assigned", segment=segment, tenant=tenant, former_tenant=former)
         return True
@@ -96,19 +103,17 @@ class Rebalancing:
         free = self._state.catalog.slots[Tier.DRAM].unassigned()
         return free[0] if free else None
 
-    async def _renew(self, segment: int, former: str | None) -> bool:
-        """Fresh memory for another tenant; the former one's clients are told to unmap. Whether it was had."""
+    async def _renew(self, segment: int, former: str | None) -> None:
+        """Fresh memory for another tenant; the former one's clients are told to unmap.
+
+        Raises OSError when there is none, and as Movers.run does.
+        """
         retired = SegmentsRetiredNotice((self._room.segment_ids[segment],))
         self._room.former_tenant[segment] = NOBODY
         for session in self._sessions.open_of(former):
             session.notify(retired)
-        try:
-            await self._state.movers.run(RenewJob(self._state.dram, segment))
-        except OSError as error:
-            log.warning("no fresh memory for a segment; it is tried again", segment=segment, error=str(error))
-            return False
+        await self._state.movers.run(RenewJob(self._state.dram, segment))
         self._room.renewed(segment)
-        return True
 
     # -- choosing ------------------------------------------------------------------------------
 
