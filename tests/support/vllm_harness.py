@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -139,6 +141,7 @@ class Harness:
         ranks: tensor-parallel workers, each with a client of its own.
         prefix_caching: vLLM's own prefix cache.
         worker: what its workers are.
+        runs_ahead: a step is scheduled while the one before is under way, as vLLM does on GPUs.
         step_tokens: most tokens of a step.
         settings: of the connector.
     """
@@ -152,6 +155,7 @@ class Harness:
         ranks: int = 1,
         prefix_caching: bool = False,
         worker: type[Worker] = Worker,
+        runs_ahead: bool = False,
         step_tokens: int = 128,
         max_requests: int = 16,
         **settings: Any,
@@ -173,10 +177,13 @@ class Harness:
             kv_transfer_config=transfer_config(socket, **extra),
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = block_count
+        # vLLM's CPU platform turns it off.
+        self.config.scheduler_config.async_scheduling = runs_ahead
+        self._steps_ahead = int(runs_ahead)
         kv_cache_config = _kv_cache_config(block_count, ranks)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if runs_ahead else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -194,6 +201,8 @@ class Harness:
         self.finish_reasons: dict[str, str] = {}
         self.cached: dict[str, int] = {}
         self._count = 0
+        self._tokens: dict[str, list[int]] = {}
+        self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     def _workers(self, socket: Path, ranks: int, block_count: int, settings: Settings) -> list[Worker]:
         plan = ShardPlan.of(self.config)
@@ -235,7 +244,18 @@ class Harness:
 
     def step(self) -> bool:
         """One step of the engine; whether anything was computed."""
+        computed = False
+        if self.scheduler.has_requests() or not self._under_way:
+            self._under_way.append(self._computed())
+            computed = bool(self._under_way[-1][0].total_num_scheduled_tokens)
+        if not computed or len(self._under_way) > self._steps_ahead:
+            self._take_in(*self._under_way.popleft())
+        return computed
+
+    def _computed(self) -> tuple[Any, ModelRunnerOutput]:
+        """What is to be done next, and what came of it."""
         output = self.scheduler.schedule()
+        self._learn(output)
         jobs = output.kv_connector_metadata
         assert isinstance(jobs, StepJobs)
         kv_outputs = [self._run_worker(worker, output, jobs) for worker in self.workers]
@@ -250,6 +270,10 @@ class Harness:
             for kv_output in kv_outputs
         ]
         merged = self._aggregator.aggregate(runner_outputs) if len(runner_outputs) > 1 else runner_outputs[0]
+        return output, merged
+
+    def _take_in(self, output: Any, merged: ModelRunnerOutput) -> None:
+        """A step is over."""
         for outputs in self.scheduler.update_from_output(output, merged).values():
             for entry in outputs.outputs:
                 self.replies[entry.request_id].extend(entry.new_token_ids)
@@ -257,12 +281,11 @@ class Harness:
                     self.cached[entry.request_id] = entry.prefill_stats.num_external_cached_tokens
                 if entry.finish_reason is not None:
                     self.finish_reasons[entry.request_id] = str(entry.finish_reason)
-        return output.total_num_scheduled_tokens > 0
 
     def run(self, steps_max: int = 10_000, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until nothing is left to do, saves of finished requests included."""
         for _ in range(steps_max):
-            if until() or not self.scheduler.has_requests():
+            if until() or not (self.scheduler.has_requests() or self._under_way):
                 return
             if not self.step():
                 time.sleep(0.001)  # as vLLM's core does, so that threads get on
@@ -313,24 +336,30 @@ class Harness:
 
     def _forward(self, worker: Worker, output: Any, bad: set[int]) -> None:
         for request_id, count, computed in _scheduled(output):
-            request = self.scheduler.requests[request_id]
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             if not bad.isdisjoint(table):
                 continue  # vLLM throws this step's result away and computes it again
-            numbers = numbers_of(request.all_token_ids[: computed + count])
+            numbers = numbers_of(self._tokens[request_id][: computed + count])
             assert worker.holds(table, numbers[:computed]), f"{request_id} reads KV that is not its own"
             for position in range(computed, computed + count):
                 worker.write(table[position // BLOCK_TOKENS], position % BLOCK_TOKENS, int(numbers[position]))
 
+    def _learn(self, output: Any) -> None:
+        """The model runner's own tokens, which run ahead of the scheduler's by what is under way."""
+        for request_id, _, computed in _scheduled(output):
+            request = self.scheduler.requests[request_id]
+            if computed < request.num_tokens or request_id not in self._tokens:
+                self._tokens[request_id] = list(request.all_token_ids)
+
     def _sample(self, output: Any) -> list[list[int]]:
         sampled = []
         for request_id, count, computed in _scheduled(output):
-            request = self.scheduler.requests[request_id]
-            if computed + count < request.num_tokens:
+            tokens = self._tokens[request_id]
+            if computed + count < len(tokens):
                 sampled.append([])
             else:
-                number = int(numbers_of(request.all_token_ids)[-1])
-                sampled.append([(number >> 33) % VOCABULARY])
+                tokens.append((int(numbers_of(tokens)[-1]) >> 33) % VOCABULARY)
+                sampled.append(tokens[-1:])
         return sampled
 
 

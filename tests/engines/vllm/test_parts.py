@@ -29,14 +29,25 @@ WINDOW = SlidingWindowSpec(
 MAMBA = MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
+def model(**changes: Any) -> Any:
+    """ModelConfig as far as refusals look."""
+    facts = {"enable_sleep_mode": False, "is_prefix_caching_supported": True, "multimodal_config": None}
+    return SimpleNamespace(**(facts | changes))
+
+
+def speculative(method: str) -> Any:
+    """SpeculativeConfig as far as refusals look."""
+    return SimpleNamespace(method=method, use_eagle=lambda: method == "eagle")
+
+
 def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
     """(VllmConfig, KVCacheConfig) as far as refusals look."""
     config = {
         "kv_transfer_config": SimpleNamespace(kv_load_failure_policy="recompute"),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
         "speculative_config": None,
-        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "model_config": model(),
         "device_config": SimpleNamespace(device_type="cuda"),
     }
     groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
@@ -45,6 +56,9 @@ def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
 
 def test_full_attention_is_served() -> None:
     refuse_unsupported_engine(*engine(FULL))
+    refuse_unsupported_engine(*engine(FULL, speculative_config=speculative("ngram")))
+    images = model(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
+    refuse_unsupported_engine(*engine(FULL, model_config=images))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +75,29 @@ def test_full_attention_is_served() -> None:
         (
             engine(
                 FULL,
-                cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", calculate_kv_scales=True),
+                cache_config=SimpleNamespace(
+                    prefix_caching_hash_algo="sha256", enable_prefix_caching=True, calculate_kv_scales=True
+                ),
             ),
             "checkpoint with scales",
         ),
-        (engine(FULL, speculative_config=SimpleNamespace(use_eagle=lambda: True)), "ngram"),
-        (engine(FULL, model_config=SimpleNamespace(enable_sleep_mode=True)), "--enable-sleep-mode"),
+        (engine(FULL, speculative_config=speculative("eagle")), "ngram"),
+        (engine(FULL, speculative_config=speculative("draft_model")), "ngram"),
+        (engine(FULL, model_config=model(enable_sleep_mode=True)), "--enable-sleep-mode"),
+        (engine(FULL, model_config=model(is_prefix_caching_supported=False)), "pool the last token"),
+        (
+            engine(
+                FULL,
+                cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=False),
+                model_config=model(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)),
+            ),
+            "leave out --mm-processor-cache-gb 0",
+        ),
     ],
-    ids=["hybrid", "window", "recurrent", "policy", "context", "scales", "eagle", "sleep"],
+    ids=[
+        *("hybrid", "window", "recurrent", "policy", "context", "scales"),
+        *("eagle", "draft", "sleep", "pooling", "images"),
+    ],
 )
 def test_what_cannot_be_served_is_refused_with_its_remedy(made, remedy) -> None:
     with pytest.raises(UnsupportedEngine, match="Remedy: ") as refusal:

@@ -16,6 +16,8 @@ WAYS: list[dict[str, Any]] = [
     {"ranks": 2, "prefix_caching": True},
     {"prefix_caching": True},
     {"async_load": False},
+    {"runs_ahead": True},
+    {"runs_ahead": True, "ranks": 2, "prefix_caching": True},
     {},
 ]
 
@@ -33,7 +35,7 @@ def _add(engine: Harness, rng: random.Random, asked: dict[str, tuple[list[int], 
     asked[engine.add(prompt, count)] = (prompt, count)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_reply_is_right_and_nothing_is_left(daemon, engine_of, seed) -> None:
     live(daemon, engine_of, seed, STEPS)
 

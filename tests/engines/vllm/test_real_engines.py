@@ -200,8 +200,17 @@ def test_adapters_and_their_contents_are_kept_apart(engine, roomy_daemon, models
     [
         ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
         ({"extra": {"sockett": "x"}}, "sockett"),
+        (
+            {
+                "runner": "pooling",
+                "convert": "embed",
+                "pooler_config": {"seq_pooling_type": "MEAN"},
+                "max_num_batched_tokens": 8320,
+            },
+            "pool the last token",
+        ),
     ],
-    ids=["hashes", "settings"],
+    ids=["hashes", "settings", "pooling"],
 )
 def test_what_cannot_be_served_is_refused_at_start(engine, roomy_daemon, changes, remedy) -> None:
     with engine(roomy_daemon, **changes) as process:

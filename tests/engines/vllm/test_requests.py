@@ -120,6 +120,20 @@ def test_blocks_that_did_not_load_reach_no_other_request(daemon, engine_of, way)
             assert reader.replies[beside] == right_reply(prompt, 20)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("block", [0, 7, 11])
+def test_what_did_not_load_spoils_no_step_that_is_under_way(daemon, engine_of, way, block) -> None:
+    """A step that was scheduled before a load within the one before is known to have failed has read it."""
+    prompt = tokens(400)
+    with engine_of(daemon, **way) as writer:
+        writer.ask(prompt)
+        spec = writer.connector._side.namespace
+        hashes = run_hashes(writer, prompt)
+    scribble(daemon.socket, spec, hashes, [block], shard=spec.shard_count - 1)
+    with engine_of(daemon, runs_ahead=True, **way) as reader:
+        assert reader.ask(prompt, 20) == right_reply(prompt, 20)
+
+
 def test_a_block_found_damaged_is_a_miss_from_then_on(daemon, engine_of) -> None:
     prompt = tokens(400)
     with engine_of(daemon) as writer:

@@ -33,6 +33,7 @@ from .engine import (
     attention_layers,
     group_layer_names,
     kv_cache_layout,
+    uses_blocks_early,
     worker_device,
     worker_ranks,
 )
@@ -64,10 +65,13 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.from_extra_config(transfer.kv_connector_extra_config or {})
-        if vllm_config.cache_config.enable_prefix_caching:
+        if uses_blocks_early(vllm_config):
             if not self._settings.async_load:
-                _LOG.warning("prefixd: async_load = false needs --no-enable-prefix-caching and is ignored")
-            self._settings = self._settings.beside_prefix_cache()
+                _LOG.warning(
+                    "prefixd: async_load = false is ignored; it needs --no-enable-prefix-caching and "
+                    "--no-async-scheduling, without pipeline parallelism"
+                )
+            self._settings = self._settings.where_blocks_are_used_early()
         self._plan = ShardPlan.of(vllm_config)
         device_uuid = "" if role == KVConnectorRole.SCHEDULER else worker_device(self._settings)
         self._client = self._connected(self._settings.client_options(device_uuid))

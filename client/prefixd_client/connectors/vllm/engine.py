@@ -25,6 +25,12 @@ def worker_device(settings: Settings) -> str:
     return named or f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
+def uses_blocks_early(vllm_config: Any) -> bool:
+    """Whether a block loaded within a step may be used before that step is over: by another request, through
+    vLLM's own prefix cache, or by a step that is scheduled meanwhile."""
+    return bool(vllm_config.cache_config.enable_prefix_caching) or int(vllm_config.max_concurrent_batches) > 1
+
+
 def group_layer_names(kv_cache_config: Any) -> list[str]:
     """The layers of the one KV cache group, in its order."""
     return list(kv_cache_config.kv_cache_groups[0].layer_names)

@@ -14,6 +14,9 @@ from ..engine_settings import UnsupportedEngine
 FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 """Names of vLLM's cache specs that keep every token's KV; MLA keeps one latent vector per token."""
 
+DRAFTS_WITH_KV = ("draft_model", "extract_hidden_states")
+"""Methods of speculative decoding, beside EAGLE and MTP, whose draft keeps KV of its own."""
+
 REPRODUCIBLE_HASHES = {"sha256": 32, "sha256_cbor": 32}
 """Hash algorithms whose default seed is the same in every process, and their bytes."""
 
@@ -28,16 +31,35 @@ def refuse_unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     _refuse_parallelism(vllm_config.parallel_config)
     _refuse_sleep_on_gpus(vllm_config)
     hash_bytes(vllm_config.cache_config.prefix_caching_hash_algo)
+    _refuse_images_named_by_number(vllm_config)
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        raise UnsupportedEngine(
+            "vLLM has no prefix cache for this model and pooling: it fails where some of a prompt is kept",
+            "pool the last token, or serve this model without the connector",
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise UnsupportedEngine(
             "calculate_kv_scales gives every engine its own KV scales, so blocks cannot be shared",
             "use a checkpoint with scales, or a kv_cache_dtype without them",
         )
     speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None and speculative.use_eagle():
+    if speculative is not None and (speculative.use_eagle() or speculative.method in DRAFTS_WITH_KV):
         raise UnsupportedEngine(
-            "the KV of EAGLE and MTP draft layers depends on the token behind it",
+            f"method {speculative.method} keeps KV that depends on the token behind it, or on another model",
             "start without --speculative-config, or with the ngram method",
+        )
+
+
+def _refuse_images_named_by_number(vllm_config: Any) -> None:
+    """With both of its caches off, vLLM hashes no image: it numbers them, anew in each process."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or vllm_config.cache_config.enable_prefix_caching:
+        return
+    if multimodal.mm_processor_cache_gb == 0:
+        raise UnsupportedEngine(
+            "mm_processor_cache_gb = 0 without a prefix cache names images by number, not by content: the KV "
+            "of another image would be loaded",
+            "leave out --mm-processor-cache-gb 0 or --no-enable-prefix-caching",
         )
 
 

@@ -17,7 +17,7 @@ class Settings(EngineSettings):
 
     async_load: bool = True
     """Load between steps, while other requests compute. False: within the step, before its forward pass,
-    where vLLM's own prefix cache is off."""
+    where vLLM's own prefix cache and its asynchronous scheduling are off."""
     save_decode: bool = True
     """Also save the blocks that fill up while tokens are generated: the next turn of a chat hits them."""
     min_load_tokens: int = 1
@@ -34,12 +34,13 @@ class Settings(EngineSettings):
     """GPUs of this engine's workers on this node, as nvidia-smi -L prints them, by commas in the order of
     their local ranks. Empty: as torch names them."""
 
-    def beside_prefix_cache(self) -> Settings:
-        """What holds where vLLM's own prefix cache is on: loads are between steps.
+    def where_blocks_are_used_early(self) -> Settings:
+        """What holds where vLLM uses a block that is loaded within a step before it is known to be right.
 
-        vLLM (seen in 0.32) lets other requests hit a block that is loaded within a step before it is known
-        to be right. When it is not, the request that loaded it is to compute it; an abort or a preemption
-        before that leaves it in vLLM's cache, and others read bytes that are not theirs.
+        As seen in 0.32: its own prefix cache lets other requests hit such a block. When it is not right, the
+        request that loaded it is to compute it; an abort or a preemption before that leaves it in the cache,
+        and others read bytes that are not theirs. And where a step is scheduled while the one before is
+        under way (asynchronous scheduling, pipelines), it has read the block and its token is kept.
         """
         return replace(self, async_load=True)
 
