@@ -94,7 +94,8 @@ class SegmentMap:
         session_id: of the session that this process has open.
         timeout_s: for each answer.
         connect_timeout_s: for the connection; nobody but the background thread waits.
-        on_lost: called once, on the background thread, when the daemon closes the connection.
+        on_lost: called once, on the background thread, when the daemon closes the connection or leaves a
+            question unanswered.
 
     Raises:
         CompanionLost: nobody listens, or no answer came in time.
@@ -185,9 +186,11 @@ class SegmentMap:
             self._closed = True
             self._mapped.clear()
             self._work.clear()
+            self._lost.set()
             os.eventfd_write(self._bell, 1)
         # Whoever waits for an answer is woken; only then can the lock be had.
-        self._hang_up()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._wire, self._state:
@@ -223,8 +226,7 @@ class SegmentMap:
                 if found is not None:
                     answered[number] = found
         except (OSError, ValueError) as error:
-            # After a question without its answer the two sides no longer agree on what comes next.
-            self._hang_up()
+            self._give_up()
             if isinstance(error, CompanionLost):
                 raise
             raise CompanionLost(f"the companion connection failed: {error}") from error
@@ -253,11 +255,14 @@ class SegmentMap:
             for fd in fds:
                 os.close(fd)
 
-    def _hang_up(self) -> None:
-        """Ends the connection from our side."""
-        self._lost.set()
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def _give_up(self) -> None:
+        """After a question without its answer the two sides no longer agree on what comes next.
+
+        The connection stands until close(): others may be writing to segments, see there.
+        """
+        with self._state:
+            self._lost.set()
+            self._ring()
 
     # -- the background thread -----------------------------------------------------------------
 
@@ -267,11 +272,11 @@ class SegmentMap:
             os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        """Watches for the daemon's end and does the work that nobody should wait for."""
+        """Watches for the connection's end and does the work that nobody should wait for."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         poll.register(self._socket, select.POLLRDHUP)
-        while not self._closed:
+        while not self.is_lost:
             ready = dict(poll.poll(0 if self._work else None))
             if self._bell in ready:
                 os.eventfd_read(self._bell)

@@ -186,6 +186,26 @@ async def test_a_client_may_close_from_the_callback(companion: Companion, tmp_pa
     assert await off_loop(closed.wait, 10)
 
 
+async def test_a_late_answer_is_told_and_the_connection_stands_until_the_map_is_closed(
+    companion: Companion, cache: FakeCache, tmp_path: Path
+) -> None:
+    told = threading.Event()
+    client = await off_loop(
+        lambda: SegmentMap(str(tmp_path / "s.fd"), SESSION, timeout_s=0.02, on_lost=told.set)
+    )
+    kept = await off_loop(client.segment, 1)
+    with pytest.raises(CompanionLost, match="timed out"):
+        client.segment(2)  # on the loop that would serve it
+    assert await off_loop(told.wait, 10)
+    assert client.is_lost
+    with pytest.raises(CompanionLost, match="gone"):
+        client.segment(2)
+    assert client.segment(1) is kept
+    assert cache.names(SESSION) == ["attach"]
+    await off_loop(client.close)
+    await until(lambda: cache.names(SESSION) == ["attach", "lost"])
+
+
 async def test_closing_is_told_to_the_daemon_and_leaves_nothing(
     companion: Companion, cache: FakeCache, tmp_path: Path
 ) -> None:
