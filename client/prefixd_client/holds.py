@@ -34,18 +34,20 @@ class Lease:
     """What read and write leases share.
 
     Attributes:
-        token: 16 bytes; whoever of the same engine instance has it may use the lease.
-        is_held: False once it was released, aborted, handed over or committed whole.
+        token: 16 bytes; whoever of the same engine instance has it may use the lease. Empty when nothing was
+            leased.
+        is_held: False once it was released, aborted, handed over or committed whole, and without a token.
     """
 
     def __init__(self, control: Control, session: Session, spec: NamespaceSpec, grant: Grant) -> None:
         self.token = grant.token
         self.session = session
-        self.is_held = True
+        self.is_held = bool(grant.token)
         self._control = control
         self._spec = spec
         self._until = grant.until
-        control.hold(self)
+        if self.is_held:
+            control.hold(self)
 
     def expired(self) -> bool:
         """Whether it must not be used any more: over its time, or its session has ended."""
@@ -253,7 +255,6 @@ class WriteHold(Lease):
         ]
         self.decline_reason = granted.decline_reason
         self.retry_after_s = granted.retry_after_s
-        self.is_held = bool(self.reserved_indexes)
         self._block_bytes = block_bytes
         self._extents = granted.extents
         self._committed = 0

@@ -208,9 +208,24 @@ def test_only_reserved_blocks_are_stored(daemon, namespace) -> None:
 def test_a_run_that_is_kept_whole_reserves_nothing(daemon, namespace) -> None:
     stored(namespace, RUN)
     with namespace.reserve(RUN) as lease:
-        assert lease.reserved_indexes == []
+        assert (lease.reserved_indexes, lease.token, lease.is_held) == ([], b"", False)
         assert lease.store([]) == lease.store([])
     assert daemon.count("Commit") == 1
+
+
+def test_a_heartbeat_never_renews_what_has_no_token(daemon, client, namespace) -> None:
+    stored(namespace, RUN)
+    hold = client.control.hold
+
+    def beaten_meanwhile(lease) -> None:
+        hold(lease)
+        daemon.wait_asked("Heartbeat", daemon.count("Heartbeat") + 2)
+
+    client.control.hold = beaten_meanwhile
+    reading, nothing = namespace.acquire(RUN), namespace.reserve(RUN)
+    beats = [request for method, request in daemon.asked if method == "Heartbeat"]
+    assert {token for beat in beats for token in beat.renew_tokens} == {reading.token}
+    assert not nothing.is_held
 
 
 def test_a_lease_is_stored_in_parts_and_the_rest_is_given_up(daemon, namespace) -> None:
