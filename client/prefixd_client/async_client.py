@@ -115,7 +115,7 @@ class AsyncClient:
         Raises DaemonRefused.
         """
         session, control = call.session, self._control
-        if session is None:
+        if session is None or session.is_lost:
             return call.miss
         stub = await self.stub(session)
         sent_at = control.now()
@@ -140,25 +140,21 @@ class _Waiting:
         self._sent = sent
         self._loop = asyncio.get_running_loop()
         self._ticket = -1
-        self._was_broken = False
 
     async def __aenter__(self) -> _Waiting:
-        self._ticket = self._breaker.enter(lambda: self._loop.call_soon_threadsafe(self._cancel))
+        self._ticket = self._breaker.enter(lambda: self._loop.call_soon_threadsafe(self._sent.cancel))
         if self._ticket < 0:
-            self._cancel()
+            self._sent.cancel()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._breaker.leave(self._ticket)
 
-    def _cancel(self) -> None:
-        self._was_broken = True
-        self._sent.cancel()
-
     def is_callers(self) -> bool:
-        """Whether it was the caller's task that was cancelled, not the call by the breaker."""
+        """Whether it was the caller's task that was cancelled, not the call: by the breaker, or with its
+        channel."""
         task = asyncio.current_task()
-        return not self._was_broken or (task is not None and task.cancelling() > 0)
+        return task is None or task.cancelling() > 0
 
 
 class AsyncNamespace:

@@ -104,7 +104,8 @@ class Client:
         return self._control.status()
 
     def close(self) -> None:
-        """Sends what waits if the daemon answers, and ends the session. Again does nothing."""
+        """Sends what waits if the daemon answers, and ends the session; calls that wait are answered by their
+        miss. Again does nothing."""
         self._close()
 
     def __enter__(self) -> Client:

@@ -138,6 +138,29 @@ async def test_a_cancelled_store_gives_its_blocks_up_when_nobody_writes_to_them(
         assert abort.token == lease.token
 
 
+async def test_who_waits_while_the_client_is_closed_gets_a_miss(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        held = [daemon.hold("Lookup"), daemon.hold("Acquire")]
+        waiting = [asyncio.create_task(namespace.lookup(RUN)), asyncio.create_task(namespace.acquire(RUN))]
+        for method in ("Lookup", "Acquire"):
+            await asyncio.to_thread(daemon.wait_asked, method)
+        await client.close()
+        assert await asyncio.gather(*waiting) == [MISS, None]
+        for event in held:
+            event.set()
+
+
+async def test_blocks_that_were_copied_when_the_client_is_closed_are_dropped(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        lease = await namespace.reserve(RUN)
+        commit = await asyncio.to_thread(lease.copy_in, data_of(RUN), None)
+        await client.close()
+        assert (await client.run(commit)).dropped == 3
+    assert daemon.count("Commit") == 0
+
+
 async def test_after_a_restart_it_works_again(path) -> None:
     async with AsyncClient(path, options=PATIENT) as client:
         namespace = await client.namespace(spec())
