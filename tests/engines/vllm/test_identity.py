@@ -16,12 +16,14 @@ from prefixd_client.connectors.vllm.identity import (
     WorkerFacts,
     agreed_facts,
     engine_weights,
+    model_config_fingerprint,
     namespace_spec,
 )
 from prefixd_client.connectors.vllm.kv_memory import LayerLayout
 from prefixd_client.connectors.vllm.settings import Settings
 from prefixd_client.connectors.vllm.shards import ShardPlan
 from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
@@ -86,6 +88,19 @@ def test_everything_is_filled_in(model) -> None:
 )
 def test_engines_that_write_other_bytes_are_kept_apart(model, changes) -> None:
     assert spec_of(model, **changes) != spec_of(model)
+
+
+def test_how_an_engine_looks_at_images_is_part_of_it(model) -> None:
+    config = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True).create_model_config()
+    text = model_config_fingerprint(config)
+    config.multimodal_config = MultiModalConfig()
+    ways = [model_config_fingerprint(config)]
+    for changes in ({"mm_processor_kwargs": {"fps": 2}}, {"media_io_kwargs": {"video": {"num_frames": 8}}}):
+        config.multimodal_config = MultiModalConfig(**changes)
+        ways.append(model_config_fingerprint(config))
+    config.multimodal_config, config.hf_image_processor_config = MultiModalConfig(), {"do_normalize": False}
+    ways.append(model_config_fingerprint(config))
+    assert len({text, *ways}) == 5
 
 
 def test_kv_on_gpus_has_the_checksum_that_gpus_compute(model) -> None:

@@ -120,6 +120,13 @@ def model_config_fingerprint(model: Any) -> str:
         "implementation": str(getattr(model, "model_impl", "")),
         "sliding_window": str(model.get_sliding_window()),
     }
+    if (multimodal := model.multimodal_config) is not None:
+        # A request's own options are in its hashes; the engine's are merged with them later.
+        resolved["prefixd"]["sees_by"] = {
+            "image_processor": model.hf_image_processor_config,
+            "processor": multimodal.mm_processor_kwargs,
+            "media": multimodal.media_io_kwargs,
+        }
     canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
