@@ -170,7 +170,8 @@ def test_after_a_fault_nothing_is_pinned_unpinned_or_given_back(medium: HbmMediu
         medium.read(0, 0, pinned.view(0, 4096))
     first = medium.fault
     medium.pin(late.address, SEGMENT)
-    medium.unpin(pinned.address)
+    assert medium.unpin(late.address)
+    assert not medium.unpin(pinned.address)
     before = machine.in_use_bytes()
     medium.give_up(CudaFault("LATER", "something else"))
     medium.close()

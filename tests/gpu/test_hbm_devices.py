@@ -54,6 +54,11 @@ def copy_job(source: DramMedium, target: HbmDevices, segment: int) -> CopyJob:
     return CopyJob(source, 0, 0, target, segment, 0, BLOCK, BLOCK, sums, ChecksumAlgorithm.XXH3_64)
 
 
+def address_of(dram: DramMedium) -> int:
+    """Where the segment is mapped."""
+    return int(np.frombuffer(dram.view(0, 0, 1), np.uint8).ctypes.data)
+
+
 def verify_job(source: HbmDevices, segment: int) -> VerifyJob:
     sums = np.array([checksum(DATA)], dtype=np.uint64)
     return VerifyJob(source, segment, 0, BLOCK, BLOCK, sums, ChecksumAlgorithm.XXH3_64)
@@ -117,3 +122,20 @@ def test_host_memory_is_pinned_once_by_the_first_that_can(devices: HbmDevices, m
         tier.unpin(memory.address)
         assert machine.pinned_count == 0
     memory.close()
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed before", "noticed by unpinning"])
+def test_memory_that_a_lost_device_keeps_pinned_stays_mapped(
+    devices: HbmDevices, dram: DramMedium, machine: FakeCuda, noticed: bool
+) -> None:
+    dram.pin_with(devices)
+    before = address_of(dram)
+    machine.lose(0)
+    if noticed:
+        with pytest.raises(CudaFault):
+            devices.read(0, 0, memoryview(bytearray(1)))
+    dram.renew(0)
+    assert address_of(dram) != before
+    assert machine.pinned_count == 2, "the old memory by the lost device, the new by the other"
+    dram.unpin()
+    assert machine.pinned_count == 1

@@ -42,8 +42,12 @@ class Pinner(Protocol):
         """Page-locks memory; pinning it again does nothing."""
         ...
 
-    def unpin(self, address: int) -> None:
-        """Ends it; nothing when it is not pinned."""
+    def unpin(self, address: int) -> bool:
+        """Ends it; whether the memory is not pinned any more.
+
+        Where a fault of the device keeps it pinned, devices go on to copy from and to the old pages, whatever
+        is mapped at that address next: it must stay mapped.
+        """
         ...
 
 
@@ -95,6 +99,8 @@ class DramMedium:
         self._pinner: Pinner | None = None
         self._pinning = threading.Lock()
         """Held while memory is pinned, unpinned or replaced."""
+        self._still_pinned: list[memoryview] = []
+        """Of memory that is replaced and could not be unpinned: keeps it mapped."""
         self._prefaulter = threading.Thread(target=self._prefault_all, name="prefault", daemon=True)
         self._prefaulter.start()
 
@@ -145,8 +151,8 @@ class DramMedium:
             old = self._memory[segment_index]
             self._prefaulted_bytes[segment_index] = 0
             if old.is_open:
-                if self._pinner is not None:
-                    self._pinner.unpin(old.address)
+                if self._pinner is not None and not self._pinner.unpin(old.address):
+                    self._still_pinned.append(old.view(0, self.segment_bytes))
                 old.discard()
                 old.close()
             fresh = self._memory[segment_index] = self._make()

@@ -165,12 +165,20 @@ class HbmMedium:
             self._pinned.add(address)
             return True
 
-    def unpin(self, address: int) -> None:
-        """Ends pin() before the memory is unmapped; nothing when it is not pinned."""
+    def unpin(self, address: int) -> bool:
+        """Ends pin() before the memory is unmapped; see Pinner. A driver that refuses it is a fault."""
         with self._lock:
-            if address in self._pinned and self._gpu is not None and self.fault is None:
-                self._pinned.discard(address)
-                self._gpu.unpin(address)
+            gpu = self._gpu
+            if address not in self._pinned:
+                return True
+            if gpu is None or self.fault is not None:
+                return False
+            try:
+                self._guarded(lambda: gpu.unpin(address))
+            except CudaFault:
+                return False
+            self._pinned.discard(address)
+            return True
 
     # -- faults --------------------------------------------------------------------------------
 

@@ -60,11 +60,13 @@ class HbmDevices:
                     self._pinned_by[address] = medium
                     return
 
-    def unpin(self, address: int) -> None:
-        """Ends pin() before the memory is unmapped; nothing when it is not pinned."""
-        medium = self._pinned_by.pop(address, None)
-        if medium is not None:
-            medium.unpin(address)
+    def unpin(self, address: int) -> bool:
+        """Ends pin() before the memory is unmapped; see Pinner."""
+        medium = self._pinned_by.get(address)
+        if medium is not None and not medium.unpin(address):
+            return False
+        self._pinned_by.pop(address, None)
+        return True
 
 
 class DeviceMovers:
