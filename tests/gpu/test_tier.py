@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from prefixd_server.base.config import MoverConfig
 from prefixd_server.base.types import BadBlock, LeaseRelease, Tier
 from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.migration import Migration
 
 from tests.gpu.tier import (
+    BLOCK,
     SLOTS_PER_SEGMENT,
     Place,
+    data_of,
     device_engine,
     end_all,
     hbm_of,
@@ -75,6 +78,27 @@ def test_waiting_brings_what_hbm_alone_holds_to_those_who_cannot_read_it(node: N
     ids = (stranger.tenant, stranger.ref, packed(hashes), 5.0)
     node.run(node.cache.wait_for(*ids, session_id=stranger.session.session_id))
     assert tiers_of(stranger.acquire(hashes)) == [(Tier.DRAM, 3)]
+
+
+@pytest.mark.parametrize("queue_limit", [30, 1], ids=["roomy", "always full"])
+def test_a_run_in_more_pieces_than_the_movers_queue_takes_arrives_whole(
+    machine: FakeCuda, queue_limit: int
+) -> None:
+    node = start_device_node(movers=MoverConfig(queue_limit=queue_limit))
+    engine = device_engine(node, block_bytes=BLOCK // 4)
+    stranger = device_engine(node, instance="two", devices=(), block_bytes=BLOCK // 4)
+    runs = [chain(name, *range(47)) for name in "ab"]
+    for count in range(1, 49):
+        for run in runs:
+            engine.put_there(run[:count])
+    ids = (stranger.tenant, stranger.ref, packed(runs[0]), 5.0)
+    node.run(node.cache.wait_for(*ids, session_id=stranger.session.session_id))
+    found = stranger.acquire(runs[0])
+    assert tiers_of(found) == [(Tier.DRAM, 48)]
+    assert stranger.read_all(found) == data_of(stranger, runs[0])
+    assert node.cache.check() == []
+    end_all(node)
+    node.close()
 
 
 def test_what_two_live_requests_share_is_promoted(node: Node) -> None:

@@ -21,6 +21,7 @@ from prefixd_server.base.config import (
     DramConfig,
     HbmConfig,
     LeaseConfig,
+    MoverConfig,
     NvmeConfig,
     ServerConfig,
     TenantConfig,
@@ -129,6 +130,7 @@ def start_node(
     data_dir: Path | None = None,
     disk: DiskSeams | None = None,
     hbm: HbmConfig | None = None,
+    movers: MoverConfig | None = None,
 ) -> Node:
     """A running cache floor; close() it."""
     loop = asyncio.new_event_loop()
@@ -138,6 +140,7 @@ def start_node(
         leases=leases or LeaseConfig(ttl_max_s=10.0),
         nvme=nvme or NvmeConfig(),
         hbm=hbm or HbmConfig(),
+        movers=movers or MoverConfig(),
         server=ServerConfig(data_dir=data_dir),
         tenants=tuple(TenantConfig(name=tenant) if isinstance(tenant, str) else tenant for tenant in tenants),
     )

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
+from prefixd_server.base.errors import LimitReached
 from prefixd_server.base.types import Checksums, Slots, Tier
 from prefixd_server.base.work import Errand, Urgency
 from prefixd_server.cache.bad_copies import BadCopies
@@ -26,6 +28,10 @@ IO_BYTES_MAX = 8 << 20
 """Bytes of one read or write: long enough for the disk's speed, short enough for the next in the queue."""
 BACKGROUND_IO_BYTES_MAX = IO_BYTES_MAX // 2
 """Of one in the background: demand that comes meanwhile waits for it."""
+PIECES_AT_MOVERS_MAX = 16
+"""Of one copy: more than work at a time. Scattered slots are a piece each, and would fill the queue."""
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +60,7 @@ class Copied:
     faults: tuple[OSError, ...]
     """What the source's medium raised, one per extent; also where a second attempt has read all of it."""
     tried_count: int
-    """Blocks that the link's governor did not give up."""
+    """Blocks that neither the link's governor gave up nor the movers refused."""
 
     @property
     def lost(self) -> NDArray[np.bool_]:
@@ -73,7 +79,8 @@ class Copier:
     async def copy(self, batch: Batch, errand: Errand) -> Copied:
         """Has movers copy and verify the batch, when the link's governor lets them.
 
-        Raises FAULTS, once nothing of it is under way any more.
+        What the movers have no room for is left out, as what the governor gives up. Raises FAULTS, once
+        nothing of the batch is under way any more.
         """
         began_at = self._state.clock.now()
         good, bad, unreadable = np.zeros((3, len(batch.source_slots)), dtype=np.bool_)
@@ -81,8 +88,10 @@ class Copier:
         tried_count = 0
         urgent = errand.urgency is Urgency.DEMAND
         spans = self._spans(batch, IO_BYTES_MAX if urgent else BACKGROUND_IO_BYTES_MAX)
+        places = asyncio.Semaphore(PIECES_AT_MOVERS_MAX)
         results = await asyncio.gather(
-            *(self._copy_span(batch, errand, first, end) for first, end in spans), return_exceptions=True
+            *(self._copy_span(batch, errand, places, first, end) for first, end in spans),
+            return_exceptions=True,
         )
         for (first, end), result in zip(spans, results, strict=True):
             if isinstance(result, BaseException):
@@ -104,15 +113,24 @@ class Copier:
         self._state.metrics.crossed(batch.source, batch.target, seconds, good_bytes)
         return copied
 
-    async def _copy_span(self, batch: Batch, errand: Errand, first: int, end: int) -> CopyResult | None:
-        """One piece; None when the governor gave it up."""
+    async def _copy_span(
+        self, batch: Batch, errand: Errand, places: asyncio.Semaphore, first: int, end: int
+    ) -> CopyResult | None:
+        """One piece; None when the governor gave it up, or the movers are busy."""
         job = self._job(batch, first, end)
-        movers = self._state.movers_of(batch.source, batch.target)
         governor = self._governors.get(frozenset((batch.source, batch.target)))
         if governor is None:
-            return await movers.run(job)
+            return await self._run(batch, job, places)
         async with governor.turn(errand, (end - first) * job.stride_bytes, batch.source.name) as granted:
-            return await movers.run(job) if granted else None
+            return await self._run(batch, job, places) if granted else None
+
+    async def _run(self, batch: Batch, job: CopyJob, places: asyncio.Semaphore) -> CopyResult | None:
+        async with places:
+            try:
+                return await self._state.movers_of(batch.source, batch.target).run(job)
+            except LimitReached as refusal:
+                log.debug("a piece of a copy was refused", blocks=len(job.checksums), reason=str(refusal))
+                return None
 
     def _spans(self, batch: Batch, bytes_max: int) -> list[tuple[int, int]]:
         """Pieces of the batch that are consecutive on both sides, of at most `bytes_max`."""
