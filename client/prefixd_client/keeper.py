@@ -16,11 +16,6 @@ from .control import RENEWED_LEASE_COUNT_MAX, Control, log
 from .failures import Verdict, failure_of
 from .session import Session, SessionFailed, open_session
 
-BATCH_MAX = 4_096
-"""Releases in one request."""
-USAGE_BATCH_MAX = 1_024
-USAGE_HASHES_MAX = 65_536
-"""Hashes in one batch of reports: 2 MiB."""
 HEALTHY_S = 5.0
 """After so long without trouble the next trouble starts with short pauses again."""
 BEAT_PAUSE_MIN_S = 0.05
@@ -181,7 +176,7 @@ class Keeper:
     def _send_endings(self, session: Session) -> bool:
         """One batch of releases and aborts; False when the daemon is away and they wait on."""
         outbox = self._control.outbox
-        releases, aborts = outbox.take_endings(session.boot_id, BATCH_MAX)
+        releases, aborts = outbox.take_endings(session.boot_id)
         while aborts:
             abort = wire.AbortRequest(session_id=session.session_id, token=aborts[-1].token)
             if not self._sent(session, "Abort", abort):
@@ -197,9 +192,8 @@ class Keeper:
 
     def _send_usage(self, session: Session) -> bool:
         """One batch of reports; those of namespaces that are not open are dropped."""
-        taken = self._control.outbox.take_usage(USAGE_BATCH_MAX, USAGE_HASHES_MAX)
         reports = []
-        for spec, report in taken:
+        for spec, report in self._control.outbox.take_usage(session.opened.hash_count_max):
             ref = session.refs.get(spec)
             if ref is not None:
                 report.namespace.CopyFrom(ref)

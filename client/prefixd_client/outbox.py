@@ -14,6 +14,15 @@ from prefixd.v1 import cache_service_pb2 as wire
 
 from .namespace import NamespaceSpec
 
+RELEASES_MAX = 4_096
+"""In one request."""
+RELEASE_ITEMS_MAX = 16_384
+"""Shards in one request; bad blocks in one request."""
+ABORTS_MAX = 64
+"""In one batch: each is a call of its own, and heartbeats wait meanwhile."""
+REPORTS_MAX = 1_024
+"""In one request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
@@ -66,22 +75,27 @@ class Outbox:
                 self.dropped_count += 1
             self._usage.append((spec, report))
 
-    def take_endings(self, boot_id: bytes, limit: int) -> tuple[list[wire.LeaseRelease], list[Abort]]:
-        """Up to `limit` entries of this boot, oldest first; those of other boots are dropped."""
+    def take_endings(self, boot_id: bytes) -> tuple[list[wire.LeaseRelease], list[Abort]]:
+        """As many entries of this boot as make a batch, oldest first; those of other boots are dropped."""
         releases: list[wire.LeaseRelease] = []
         aborts: list[Abort] = []
+        shard_count = bad_count = 0
         with self._lock:
-            self.urgent.clear()
             while self._abandoned:
                 self._endings.append(self._abandoned.popleft())
-            while self._endings and len(releases) + len(aborts) < limit:
-                boot, ending = self._endings.popleft()
-                if boot != boot_id:
-                    continue
-                if isinstance(ending, Abort):
-                    aborts.append(ending)
-                else:
+            while self._endings and len(releases) < RELEASES_MAX and len(aborts) < ABORTS_MAX:
+                boot, ending = self._endings[0]
+                if boot == boot_id and isinstance(ending, wire.LeaseRelease):
+                    shard_count += len(ending.shards)
+                    bad_count += len(ending.bad_blocks)
+                    if releases and max(shard_count, bad_count) > RELEASE_ITEMS_MAX:
+                        break
                     releases.append(ending)
+                elif boot == boot_id and isinstance(ending, Abort):
+                    aborts.append(ending)
+                self._endings.popleft()
+            if not self._endings:
+                self.urgent.clear()
         return releases, aborts
 
     def put_back(self, boot_id: bytes, releases: list[wire.LeaseRelease], aborts: list[Abort]) -> None:
@@ -90,12 +104,16 @@ class Outbox:
             endings: list[wire.LeaseRelease | Abort] = [*aborts, *releases]
             self._endings.extendleft((boot_id, ending) for ending in reversed(endings))
 
-    def take_usage(self, limit: int, hash_limit: int) -> list[tuple[NamespaceSpec, wire.UsageReport]]:
-        """Up to `limit` reports, oldest first, that together carry few more than `hash_limit` hashes."""
+    def take_usage(self, hash_limit: int) -> list[tuple[NamespaceSpec, wire.UsageReport]]:
+        """As many reports as one request takes, oldest first; a run is cut to `hash_limit` blocks."""
         taken: list[tuple[NamespaceSpec, wire.UsageReport]] = []
         hash_count = 0
         with self._lock:
-            while self._usage and len(taken) < limit and hash_count < hash_limit:
+            while self._usage and len(taken) < REPORTS_MAX:
+                report = self._usage[0][1]
+                del report.block_hashes[hash_limit:], report.attention_mass[hash_limit:]
+                hash_count += len(report.block_hashes)
+                if taken and hash_count > hash_limit:
+                    break
                 taken.append(self._usage.popleft())
-                hash_count += len(taken[-1][1].block_hashes)
         return taken

@@ -158,7 +158,8 @@ class Extent:
 class UsageReport:
     """One step of one request's life; see UsageReport in cache_service.proto for each field.
 
-    block_hashes is the request's whole run, sent once per request with the first report that knows it.
+    block_hashes is the request's whole run, sent once per request with the first report that knows it. What
+    lies beyond the daemon's limit of one request (16,384 blocks) is not sent.
     attention_mass: one share per block of the run, 0 to 1, summing to at most 1.
     """
 

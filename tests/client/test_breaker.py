@@ -67,11 +67,12 @@ def test_the_outbox_keeps_order_and_drops_other_boots() -> None:
     for token in (b"1", b"2", b"3"):
         outbox.end_lease(BOOT, release(token))
     outbox.end_lease(BOOT, Abort(b"4"))
-    releases, aborts = outbox.take_endings(BOOT, 2)
-    assert ([r.token for r in releases], aborts) == ([b"1", b"2"], [])
-    outbox.put_back(BOOT, releases, aborts)
-    releases, aborts = outbox.take_endings(BOOT, 10)
+    releases, aborts = outbox.take_endings(BOOT)
     assert ([r.token for r in releases], aborts) == ([b"1", b"2", b"3"], [Abort(b"4")])
+    outbox.end_lease(BOOT, release(b"5"))
+    outbox.put_back(BOOT, releases[1:], aborts)
+    releases, aborts = outbox.take_endings(BOOT)
+    assert ([r.token for r in releases], aborts) == ([b"2", b"3", b"5"], [Abort(b"4")])
     assert len(outbox) == 0
 
 
@@ -80,17 +81,48 @@ def test_the_outbox_is_bounded_and_counts_what_it_drops() -> None:
     for number in range(4):
         outbox.end_lease(BOOT, Abort(bytes([number])))
         outbox.report_usage(spec(), wire.UsageReport(request_id=str(number)))
-    assert outbox.take_endings(BOOT, 10)[1] == [Abort(b"\x02"), Abort(b"\x03")]
-    assert [report.request_id for _, report in outbox.take_usage(10, 1000)] == ["2", "3"]
+    assert outbox.take_endings(BOOT)[1] == [Abort(b"\x02"), Abort(b"\x03")]
+    assert [report.request_id for _, report in outbox.take_usage(1000)] == ["2", "3"]
     assert outbox.dropped_count == 4
 
 
-def test_reports_travel_in_batches_of_bounded_size() -> None:
-    outbox = Outbox(1, 10)
+def test_reports_travel_in_batches_that_the_daemon_takes() -> None:
+    outbox = Outbox(1, 2000)
     for _ in range(5):
         outbox.report_usage(spec(), wire.UsageReport(block_hashes=[b"x"] * 10))
-    assert len(outbox.take_usage(10, 25)) == 3
-    assert len(outbox.take_usage(1, 1000)) == 1
+    for _ in range(1500):
+        outbox.report_usage(spec(), wire.UsageReport())
+    assert [len(outbox.take_usage(25)) for _ in range(4)] == [2, 2, 1024, 477]
+    assert len(outbox) == 0
+
+
+def test_a_run_that_is_too_long_to_be_reported_is_cut() -> None:
+    outbox = Outbox(1, 10)
+    outbox.report_usage(spec(), wire.UsageReport(block_hashes=[b"x"] * 30, attention_mass=[0.01] * 30))
+    outbox.report_usage(spec(), wire.UsageReport(block_hashes=[b"x"]))
+    ((_, report),) = outbox.take_usage(25)
+    assert (len(report.block_hashes), len(report.attention_mass)) == (25, 25)
+    assert len(outbox.take_usage(25)) == 1
+
+
+def test_releases_travel_in_batches_that_the_daemon_takes() -> None:
+    outbox = Outbox(10_000, 1)
+    for _ in range(2100):
+        outbox.end_lease(BOOT, wire.LeaseRelease(shards=range(8)))
+    for _ in range(5000):
+        outbox.end_lease(BOOT, release(b"1"))
+    bad = [wire.BadBlock()] * 9000
+    for _ in range(2):
+        outbox.end_lease(BOOT, wire.LeaseRelease(bad_blocks=bad))
+    assert [len(outbox.take_endings(BOOT)[0]) for _ in range(4)] == [2048, 4096, 957, 1]
+    assert len(outbox) == 0
+
+
+def test_a_batch_has_few_aborts_since_each_is_a_call() -> None:
+    outbox = Outbox(1000, 1)
+    for _ in range(100):
+        outbox.end_lease(BOOT, Abort(b"1"))
+    assert [len(outbox.take_endings(BOOT)[1]) for _ in range(2)] == [64, 36]
 
 
 @pytest.mark.parametrize(
