@@ -6,6 +6,7 @@ the engine. One step decides what is due, does it, and says how long to wait for
 
 from __future__ import annotations
 
+import math
 import threading
 
 import grpc
@@ -16,6 +17,8 @@ from .control import RENEWED_LEASE_COUNT_MAX, Control, log
 from .failures import Verdict, failure_of
 from .session import Session, SessionFailed, open_session
 
+OUTBOX_PAUSE_S = 0.2
+"""After a batch that the daemon did not take."""
 HEALTHY_S = 5.0
 """After so long without trouble the next trouble starts with short pauses again."""
 BEAT_PAUSE_MIN_S = 0.05
@@ -36,6 +39,8 @@ class Keeper:
         self._well_since: float | None = None
         self._namespaces_at = 0.0
         """Not before this: the next attempt to open namespaces."""
+        self._outbox_at = 0.0
+        """Not before this: the next batch of what the outbox holds."""
         self._beaten_at = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefixd-keeper", daemon=True)
@@ -64,7 +69,9 @@ class Keeper:
             control.wake.clear()
         session = control.session
         if session is not None:
-            self._empty_outbox(session)
+            self._outbox_at = 0.0
+            while self._send_batch(session) == 0.0:
+                pass
             session.close()
         control.session = None
 
@@ -75,8 +82,8 @@ class Keeper:
         if session is None or session.is_lost:
             return self._reopen(session)
         self._open_namespaces(session)
-        self._empty_outbox(session)
-        return self._beat(session)
+        next_batch_s = self._send_batch(session)
+        return min(next_batch_s, self._beat(session))
 
     def _note_health(self) -> None:
         """Resets the pauses after a healthy while, and sets the pause when trouble has just begun."""
@@ -162,19 +169,26 @@ class Keeper:
 
     # -- the outbox ------------------------------------------------------------------------------------
 
-    def _empty_outbox(self, session: Session) -> None:
-        """Sends what waits, in batches, as long as the daemon answers."""
+    def _send_batch(self, session: Session) -> float:
+        """Sends one batch of what waits; returns seconds until the next, inf when there is none to send.
+
+        One at a time: a busy engine always has more, and heartbeats are due in between.
+        """
         control = self._control
-        while len(control.outbox) and not session.is_lost:
-            if control.breaker.is_open and not session.is_draining:
-                return
-            if not self._stopping.is_set():
-                control.outbox.urgent.wait(self._options.release_batch_pause_s)
-            if not self._send_endings(session) or not self._send_usage(session):
-                return
+        is_away = control.breaker.is_open and not session.is_draining
+        if session.is_lost or is_away or not len(control.outbox):
+            return math.inf
+        early = self._outbox_at - control.now()
+        if early > 0:
+            return early
+        if not self._stopping.is_set():
+            control.outbox.urgent.wait(self._options.release_batch_pause_s)
+        if not self._send_endings(session) or not self._send_usage(session):
+            self._outbox_at = control.now() + OUTBOX_PAUSE_S
+        return max(0.0, self._outbox_at - control.now())
 
     def _send_endings(self, session: Session) -> bool:
-        """One batch of releases and aborts; False when the daemon is away and they wait on."""
+        """One batch of releases and aborts; False when the daemon did not take them and they wait on."""
         outbox = self._control.outbox
         releases, aborts = outbox.take_endings(session.boot_id)
         while aborts:
@@ -209,7 +223,7 @@ class Keeper:
         method: str,
         request: wire.AbortRequest | wire.ReleaseRequest | wire.ReportUsageRequest,
     ) -> bool:
-        """Sends one request; False when it is worth sending again once the daemon answers."""
+        """Sends one request; False when it is worth sending again, once the daemon answers or has room."""
         try:
             getattr(session.stub, method)(request, timeout=self._options.control_timeout_s)
         except grpc.RpcError as error:
@@ -218,7 +232,8 @@ class Keeper:
                 log.warning("%s was refused: %s", method, failure)
                 return True
             self._control.follow(failure, session, None)
-            return failure.verdict not in (Verdict.AWAY, Verdict.SESSION_ENDED)
+            is_full = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            return not is_full and failure.verdict not in (Verdict.AWAY, Verdict.SESSION_ENDED)
         except ValueError:  # the channel was closed meanwhile
             return False
         return True

@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+from prefixd.v1 import cache_service_pb2 as wire
 from prefixd_client import Client, InvalidArgument, ReserveOutcome
 from prefixd_client.copy import checksum_of
 
@@ -134,6 +135,36 @@ def test_a_held_lease_is_renewed_and_a_released_one_is_not(daemon, client, names
     clock = Offset(client)
     clock.seconds = 5_000.0
     assert not held.expired()
+
+
+def test_a_held_lease_is_renewed_however_many_others_end(daemon, client, namespace) -> None:
+    stored(namespace, RUN)
+    held = namespace.acquire(RUN)
+
+    def answer_when_the_next_waits(request, _context):
+        ending = wire.LeaseRelease(token=request.releases[0].token)
+        client.control.outbox.end_lease(daemon.boot_id, ending)
+        return wire.ReleaseResponse(released_count=1)
+
+    daemon.answers["Release"] = answer_when_the_next_waits
+    try:
+        namespace.acquire(RUN).release()
+        daemon.wait_asked("Release")
+        renewed = daemon.wait_asked("Heartbeat", daemon.count("Heartbeat") + 2).renew_tokens
+    finally:
+        del daemon.answers["Release"]
+    assert list(renewed) == [held.token]
+
+
+@pytest.mark.parametrize("method", ["Abort", "Release"])
+def test_an_ending_that_the_daemon_has_no_room_for_is_sent_again(daemon, namespace, method) -> None:
+    stored(namespace, RUN)
+    daemon.refuse(method, grpc.StatusCode.RESOURCE_EXHAUSTED, "MOVERS_BUSY")
+    end = namespace.reserve(run_of(1, "new")).abort if method == "Abort" else namespace.acquire(RUN).release
+    end()
+    first = daemon.wait_asked(method)
+    del daemon.answers[method]
+    assert daemon.wait_asked(method, 2) == first
 
 
 def test_a_lease_that_the_daemon_lost_is_not_used(daemon, namespace) -> None:
