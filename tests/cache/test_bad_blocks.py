@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from prefixd_server.base.types import BadBlock, LeaseRelease
+import asyncio
+
+import pytest
+from prefixd_server.base.types import BadBlock, LeaseRelease, Reserved
 
 from tests.cache.conftest import MakeEngine
+from tests.support.busy_movers import JOB_COUNT_MAX, busy
 from tests.support.engine import Engine, slot_counts
 from tests.support.node import Node, chain
+from tests.support.specs import spec
 
 
 def scribble(node: Node, engine: Engine, hashes: list[bytes], index: int) -> None:
@@ -79,3 +84,55 @@ def test_a_forgotten_block_can_be_put_again(engine: MakeEngine, node: Node) -> N
     assert one.hits(hashes) == 0
     one.put(*"ab")
     assert one.hits(chain(*"ab")) == 2
+
+
+@pytest.mark.parametrize("end", ["expiry", "death", "another word"])
+def test_a_slot_is_nobody_elses_while_its_block_is_verified(engine: MakeEngine, node: Node, end: str) -> None:
+    reader, writer = engine(), engine(instance="two", what=spec("other"))
+    hashes = reader.put("a")
+    scribble(node, reader, hashes, 0)
+    lease = reader.acquire(hashes).lease
+    assert lease is not None
+    ids = ("red", reader.session.session_id)
+    report_bad = node.cache.release(*ids, [LeaseRelease(lease.token, (), (BadBlock(0, 0, 0),))])
+    wanted = chain(*range(node.cache.stats(None).tiers[0].capacity_bytes // writer.block_bytes))
+
+    async def end_the_lease() -> None:
+        if end == "expiry":
+            node.clock.advance(11.0)
+            node.cache.step()
+        elif end == "death":
+            reader.dies()
+        else:
+            await node.cache.release(*ids, [LeaseRelease(lease.token)])
+
+    async def reserve_all() -> tuple[Reserved, tuple[int, int]]:
+        async with busy(node.cache.state.movers):
+            reporting = asyncio.ensure_future(report_bad)
+            await asyncio.sleep(0)
+            await end_the_lease()
+            reserved = writer.reserve(wanted)
+        return reserved, await reporting
+
+    reserved, (_, confirmed) = node.run(reserve_all())
+    assert confirmed == 1
+    assert sum(extent.block_count for extent in reserved.extents) == len(wanted) - 1
+    assert writer.commit(reserved, wanted[:-1]).visible_count == len(wanted) - 1
+
+
+def test_a_report_that_finds_no_mover_is_no_verdict_and_the_leases_end(
+    engine: MakeEngine, node: Node
+) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    scribble(node, one, hashes, 0)
+    tokens = [acquired.lease.token for _ in range(2) if (acquired := one.acquire(hashes)).lease]
+    entries = [LeaseRelease(tokens[0], (), (BadBlock(0, 0, 0),)), LeaseRelease(tokens[1])]
+
+    async def release() -> tuple[int, int]:
+        async with busy(node.cache.state.movers, JOB_COUNT_MAX):
+            return await node.cache.release("red", one.session.session_id, entries)
+
+    assert node.run(release()) == (2, 0)
+    assert node.cache.state.leases.live_count() == 0
+    assert one.hits(hashes) == 2

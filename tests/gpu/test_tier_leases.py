@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from prefixd_server.base.errors import NotFound, StateConflict
-from prefixd_server.base.types import LeaseRelease, SlotState, Tier
+from prefixd_server.base.types import BadBlock, LeaseRelease, SlotState, Tier
 
 from tests.gpu.tier import (
     SLOTS_PER_SEGMENT,
     DeviceEngine,
     device_engine,
+    device_of,
     end_all,
     settle,
     start_device_node,
     tiers_of,
 )
+from tests.support.busy_movers import busy
 from tests.support.fake_cuda import FakeCuda
 from tests.support.node import Node, chain, packed
 
@@ -61,6 +64,27 @@ def test_slots_of_an_expired_read_wait_for_the_readers_word(node: Node) -> None:
     assert leased(node) == 0
     assert node.cache.state.quarantined_bytes("red") == 0
     assert release(engine, lease.token) == (0, 0)
+
+
+def test_a_word_counts_though_its_lease_ends_while_a_bad_block_is_verified(node: Node) -> None:
+    engine, hashes = device_engine(node), chain(*"abc")
+    engine.put_there(hashes)
+    lease = engine.acquire(hashes).lease
+    assert lease is not None
+    ids = (engine.tenant, engine.session.session_id)
+    word = node.cache.release(*ids, [LeaseRelease(lease.token, (), (BadBlock(0, 0, 1),))])
+
+    async def give_it_too_late() -> tuple[int, int]:
+        async with busy(device_of(node).movers):
+            giving = asyncio.ensure_future(word)
+            await asyncio.sleep(0)
+            node.clock.advance(11.0)
+            node.cache.step()
+        return await giving
+
+    assert node.run(give_it_too_late()) == (1, 0)
+    assert leased(node) == 0
+    assert node.cache.state.quarantined_bytes("red") == 0
 
 
 def test_slots_of_an_expired_read_wait_for_the_readers_death(node: Node) -> None:

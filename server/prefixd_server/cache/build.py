@@ -22,7 +22,6 @@ from prefixd_server.cache.copying import Copier
 from prefixd_server.cache.costs import Costs
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
-from prefixd_server.cache.explaining import Explaining
 from prefixd_server.cache.hbm_device import HbmDevice
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.hbm_tier import HbmTier
@@ -37,6 +36,7 @@ from prefixd_server.cache.quotas import Quotas
 from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
+from prefixd_server.cache.releasing import Releasing
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.scheduler import Scheduler
 from prefixd_server.cache.sessions import Sessions
@@ -136,7 +136,7 @@ def build_cache(
     if nvme is not None and transfers is not None and room.next_to_go is not None:
         scheduler = Scheduler(state, nvme, transfers, migration, prefetching, room.next_to_go)
         storage = Storage(state, nvme, transfers, epochs, scheduler)
-    reading = Reading(state, sessions, endings, verifier, bad_copies, transfers, workload, prefetching, hbm)
+    reading = Reading(state, sessions, transfers, workload, prefetching, hbm)
     hbm_tier = None if hbm is None else hbm.tier
     writing = Writing(state, sessions, endings, room, workload, hbm_tier)
     return Cache(
@@ -148,6 +148,7 @@ def build_cache(
         rebalancing=Rebalancing(state, sessions, room),
         companions=Companions(sessions, room, dram),
         reading=reading,
+        releasing=Releasing(state, sessions, endings, verifier, bad_copies),
         writing=writing,
         portable=Portable(state, reading, writing, verifier, bad_copies, workload),
         usage=Usage(state, sessions, workload, migration, prefetching),
@@ -160,7 +161,6 @@ def build_cache(
         prefetching=prefetching,
         readiness=Readiness(state, migration, reading),
         watchers=watchers,
-        explaining=Explaining(state),
     )
 
 

@@ -1,7 +1,7 @@
 """The node's cache, as the rpc floor calls it: one facade over the rooms of this floor.
 
 Every method runs on the event loop and takes the tenant that its socket stands
-for. The rooms do the work: reading, writing, portable, usage, administration,
+for. The rooms do the work: reading, releasing, writing, portable, usage, administration,
 room, rebalancing, endings; sessions is theirs and the sockets'.
 """
 
@@ -29,6 +29,7 @@ from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.readiness import Readiness
 from prefixd_server.cache.reading import Reading
 from prefixd_server.cache.rebalancing import Rebalancing
+from prefixd_server.cache.releasing import Releasing
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import DrainingNotice, FarewellNotice, Sessions
 from prefixd_server.cache.state import State
@@ -56,6 +57,7 @@ class Cache:
         room: Room,
         rebalancing: Rebalancing,
         reading: Reading,
+        releasing: Releasing,
         writing: Writing,
         portable: Portable,
         usage: Usage,
@@ -67,7 +69,6 @@ class Cache:
         readiness: Readiness,
         companions: Companions,
         watchers: Watchers,
-        explaining: Explaining,
     ) -> None:
         self.state = state
         self._epochs = epochs
@@ -93,7 +94,7 @@ class Cache:
         self.wait_for = reading.wait_for
         self.acquire = reading.acquire
         self.redeem = reading.redeem
-        self.release = reading.release
+        self.release = releasing.release
         self.reserve = at_once(writing.reserve)
         self.reserve_in_turns = in_turns(writing.reserve)
         self.commit = writing.commit
@@ -103,7 +104,7 @@ class Cache:
         self.begin_get = portable.begin_get
         self.report_usage = usage.report
         self.describe = administration.describe
-        self.explain = explaining.explain
+        self.explain = Explaining(state).explain
         self.watchers = watchers
         evicting = Evicting(state)
         self.evict = at_once(evicting.evict)

@@ -1,8 +1,8 @@
-"""The way out: lookup, acquire, redeem, release.
+"""The way out: lookup, acquire, redeem.
 
 Lookup and acquire walk the same steps: find the rows of every shard and KV
 group, take the longest prefix that all of them can serve, and tell where it
-lies. Acquire adds a lease and counts one use.
+lies. Acquire adds a lease and counts one use. Not here: release (releasing.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from prefixd_server.base.errors import LimitReached, NotFound
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import (
     Acquired,
-    BadBlock,
     DeviceSegment,
     Extent,
     Hashes,
     LeaseGrant,
-    LeaseRelease,
     NamespaceRef,
     Redeemed,
     Rows,
@@ -35,15 +33,12 @@ from prefixd_server.base.types import (
     Tier,
 )
 from prefixd_server.base.work import Errand, Reason, Urgency
-from prefixd_server.cache.bad_copies import BadCopies
-from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.hbm_placement import HbmPlacement
 from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.reach import ReachOf, all_stored, every_engines, on_devices
 from prefixd_server.cache.sessions import Session, Sessions
 from prefixd_server.cache.state import State
 from prefixd_server.cache.transfers import Transfers
-from prefixd_server.cache.verifying import Verifier
 from prefixd_server.cache.workload import Workload
 from prefixd_server.catalog.events import CopiesLeased, CopiesReleased
 from prefixd_server.catalog.leases import TOKEN_BYTES, LeasedPiece, ReadLease, ShardHold
@@ -90,9 +85,6 @@ class Reading:
         self,
         state: State,
         sessions: Sessions,
-        endings: Endings,
-        verifier: Verifier,
-        bad_copies: BadCopies,
         transfers: Transfers | None,
         workload: Workload,
         prefetching: Prefetching,
@@ -101,9 +93,6 @@ class Reading:
         self._hbm = hbm
         self._state = state
         self._sessions = sessions
-        self._endings = endings
-        self._verifier = verifier
-        self._bad_copies = bad_copies
         self._transfers = transfers
         self._workload = workload
         self._prefetching = prefetching
@@ -189,23 +178,6 @@ class Reading:
         remaining = max(0.0, lease.expires_at - self._state.clock.now())
         extents = tuple(self._extents(lease, shard))
         return Redeemed(LeaseGrant(token, remaining), extents, self._devices(session, extents))
-
-    async def release(self, tenant: str, session_id: bytes, releases: list[LeaseRelease]) -> tuple[int, int]:
-        """Ends shards of leases; verifies reported blocks first. (released, confirmed bad)."""
-        session = self._sessions.get(tenant, session_id)
-        released = confirmed = 0
-        for entry in releases:
-            lease = self._state.leases.reads.get(entry.token)
-            if self._endings.release_orphan(entry.token, tenant, session.instance_id, entry.shards):
-                released += lease is None
-            if lease is None or (lease.tenant, lease.instance_id) != (tenant, session.instance_id):
-                continue
-            for bad in entry.bad_blocks:
-                confirmed += await self._confirm_bad(lease, bad)
-            shards = entry.shards or tuple(lease.shards)
-            released += bool(lease.shards)
-            self._endings.release_shards(lease, shards)
-        return released, confirmed
 
     def find(self, tenant: str, ref: NamespaceRef, hashes: Hashes) -> Found:
         """The run as every engine of the node could read it."""
@@ -371,18 +343,6 @@ class Reading:
                 extents.extend(table.extents(piece.slots, checksums, piece.first_block))
             answers.append(ShardExtents(shard, group, tuple(extents)))
         return answers
-
-    async def _confirm_bad(self, lease: ReadLease, bad: BadBlock) -> int:
-        """Verifies one reported block; a bad copy is quarantined, counted and forgotten."""
-        hold = lease.shards.get(bad.shard)
-        for piece in hold.pieces if hold else ():
-            index = bad.block_index - piece.first_block
-            if piece.kv_group == bad.kv_group and 0 <= index < len(piece.slots):
-                slot = int(piece.slots[index])
-                if await self._verifier.is_good(lease.namespace.spec, piece.kv_group, piece.tier, slot):
-                    return 0
-                return self._bad_copies.found(lease.tenant, piece.tier, slot)
-        return 0
 
 
 def _pieces(tiers: NDArray[np.uint8]) -> list[tuple[Tier, int, int]]:
