@@ -27,9 +27,13 @@ def movers() -> Iterator[Movers]:
 
 
 def budget(
-    directory: Path, clock: ManualClock, movers: Movers, files: RealFiles | None = None
+    directory: Path,
+    clock: ManualClock,
+    movers: Movers,
+    files: RealFiles | None = None,
+    limit_bytes: int = LIMIT,
 ) -> WriteBudget:
-    return WriteBudget(LIMIT, clock, files or RealFiles(), directory / "WRITTEN", movers)
+    return WriteBudget(limit_bytes, clock, files or RealFiles(), directory / "WRITTEN", movers)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -67,6 +71,27 @@ async def test_a_restart_forgets_nothing_that_was_written(tmp_path: Path, movers
     clock = ManualClock()
     await budget(tmp_path, clock, movers).book(LIMIT - UNIT, UNIT)
     assert (await budget(tmp_path, clock, movers).book(LIMIT, UNIT)).unit_count <= 1
+
+
+async def test_a_limit_below_what_was_written_already_gives_nothing_until_that_is_a_day_ago(
+    tmp_path: Path, movers: Movers
+) -> None:
+    clock = ManualClock()
+    await budget(tmp_path, clock, movers).book(LIMIT, UNIT)
+    lowered = budget(tmp_path, clock, movers, limit_bytes=LIMIT // 4)
+    assert (await lowered.book(UNIT, UNIT)).unit_count == 0
+    clock.advance(DAY_S + HOUR_S)
+    assert (await lowered.book(LIMIT, UNIT)).unit_count == LIMIT // 4 // UNIT
+
+
+async def test_what_a_clock_that_was_ahead_has_dated_counts_for_a_day_once_it_is_put_right(
+    tmp_path: Path, movers: Movers
+) -> None:
+    ahead, right = ManualClock(wall=1_900_000_000.0), ManualClock()
+    await budget(tmp_path, ahead, movers).book(LIMIT, UNIT)
+    assert (await budget(tmp_path, right, movers).book(UNIT, UNIT)).unit_count == 0
+    right.advance(DAY_S + HOUR_S)
+    assert (await budget(tmp_path, right, movers).book(LIMIT, UNIT)).unit_count == LIMIT // UNIT
 
 
 async def test_a_file_that_cannot_be_read_counts_as_a_budget_spent(tmp_path: Path, movers: Movers) -> None:

@@ -3,6 +3,8 @@
 Counted by the hour of the wall clock: an hour counts until it is a day over, so no
 24 hours ever hold more. What is booked is vouched for on disk before it is written,
 a step ahead, so that a daemon that is killed again and again stays within it, too.
+What a clock that was ahead has dated later than now counts as written now. Where more
+was written than the limit, which was higher then, nothing is until that is a day ago.
 """
 
 from __future__ import annotations
@@ -69,13 +71,13 @@ class WriteBudget:
         units = wanted_bytes // unit_bytes
         if not self._limit_bytes:
             return Booking(units, hour)
-        self._booked = {h: count for h, count in self._booked.items() if h >= hour - HOURS_COUNTED}
+        self._turn_to(hour)
         units = min(units, max(0, self._limit_bytes - self.booked_bytes) // unit_bytes)
-        self._booked[hour] = self._booked.get(hour, 0) + units * unit_bytes
-        assert self.booked_bytes <= self._limit_bytes, "the write budget is hard"
+        self._booked[hour] += units * unit_bytes
+        assert not units or self.booked_bytes <= self._limit_bytes, "the write budget is hard"
         booking = Booking(units, hour)
         try:
-            await self._vouch(hour)
+            await self._vouch()
         except BaseException:
             self.give_back(booking, units * unit_bytes)
             raise
@@ -91,13 +93,24 @@ class WriteBudget:
         """In the last 24 hours, and what of the hour before."""
         return sum(self._booked.values())
 
-    async def _vouch(self, hour: int) -> None:
+    def _turn_to(self, hour: int) -> None:
+        """From now on this hour is the last: what is older than a day goes, what is later is part of it."""
+        counted = {hour: 0}
+        for dated, count in self._booked.items():
+            if dated >= hour - HOURS_COUNTED:
+                at = min(dated, hour)
+                counted[at] = counted.get(at, 0) + count
+        self._booked = counted
+
+    async def _vouch(self) -> None:
         """Has the disk remember at least what is booked."""
         async with self._saving:
-            if self._booked.get(hour, 0) <= self._vouched.get(hour, 0):
+            if all(count <= self._vouched.get(hour, 0) for hour, count in self._booked.items()):
                 return
-            ahead = min(int(self._limit_bytes * AHEAD_SHARE), self._limit_bytes - self.booked_bytes)
-            vouched = self._booked | {hour: self._booked[hour] + ahead}
+            left = max(0, self._limit_bytes - self.booked_bytes)
+            ahead = min(int(self._limit_bytes * AHEAD_SHARE), left)
+            last = max(self._booked)
+            vouched = self._booked | {last: self._booked[last] + ahead}
             content = {"format_version": FORMAT_VERSION, "bytes_by_hour": vouched}
             save = partial(write_whole, self._files, self._path, json.dumps(content).encode())
             await self._disk.run(CallJob(save))
