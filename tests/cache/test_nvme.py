@@ -12,7 +12,20 @@ from prefixd_server.base.config import NvmeConfig
 from prefixd_server.base.types import Tier
 
 from tests.support.node import MIB, Node, chain, packed
-from tests.support.nvme_node import BLOCK_BYTES, fill, make_engine, place_of, read, start, storage_of, stored
+from tests.support.nvme_node import (
+    BLOCK_BYTES,
+    fill,
+    make_engine,
+    place_of,
+    read,
+    start,
+    storage_of,
+    stored,
+    until,
+)
+
+POOL = 0
+"""Of the one tenant and block size."""
 
 
 @pytest.fixture
@@ -90,6 +103,16 @@ def test_a_dropped_namespace_stays_dropped_after_a_restart(data_dir: Path) -> No
     assert stored(second) == 0
     assert second.cache.check() == []
     second.close()
+
+
+def test_what_a_dropped_namespace_had_in_line_leaves_it_in_a_pool_that_is_empty_now(node: Node) -> None:
+    engine, line = make_engine(node), node.cache.room.next_to_go
+    assert line is not None
+    fill(engine, 60)
+    assert line.block_count(POOL) > 0
+    node.run(node.cache.drop_namespace("red", engine.ref))
+    node.settle()
+    node.run(until(lambda: line.block_count(POOL) == 0))
 
 
 def test_a_full_nvme_tier_makes_room_and_stays_whole(data_dir: Path) -> None:
