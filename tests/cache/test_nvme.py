@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prefixd_server.base.config import NvmeConfig
+from prefixd_server.base.config_tenants import TenantConfig
 from prefixd_server.base.types import Tier
+from prefixd_server.cache.build import DiskSeams
 
+from tests.support.engine import Engine
+from tests.support.faulty_files import FaultyFiles
 from tests.support.node import MIB, Node, chain, packed
 from tests.support.nvme_node import (
     BLOCK_BYTES,
@@ -23,7 +29,9 @@ from tests.support.nvme_node import (
     stored,
     until,
 )
+from tests.support.specs import spec
 
+SMALL = NvmeConfig(size_bytes=32 * MIB, segment_bytes=2 * MIB)
 POOL = 0
 """Of the one tenant and block size."""
 
@@ -116,12 +124,72 @@ def test_what_a_dropped_namespace_had_in_line_leaves_it_in_a_pool_that_is_empty_
 
 
 def test_a_full_nvme_tier_makes_room_and_stays_whole(data_dir: Path) -> None:
-    node = start(data_dir, NvmeConfig(size_bytes=32 * MIB, segment_bytes=2 * MIB))
+    node = start(data_dir, SMALL)
     engine = make_engine(node)
     fill(engine, 150)
     table = node.cache.state.catalog.slots[Tier.NVME]
     assert table.counts().total <= 8 * 32
     assert node.cache.check() == []
+    node.close()
+
+
+def dropped_after_filling_all(node: Node) -> None:
+    """A model took all of NVMe, and is gone; every segment still serves blocks of its size."""
+    engine, table = make_engine(node), node.cache.state.catalog.slots[Tier.NVME]
+    fill(engine, 150)
+    assert table.unassigned() == []
+    node.run(node.cache.drop_namespace("red", engine.ref))
+    node.settle()
+    node.run(storage_of(node).nvme.flush_departures())
+    assert table.counts().free == table.counts().total > 0
+
+
+def test_a_model_of_another_block_size_gets_the_room_of_one_that_was_dropped(data_dir: Path) -> None:
+    node = start(data_dir, SMALL)
+    dropped_after_filling_all(node)
+    ref = node.cache.open_namespace("red", spec("larger", block_bytes=2 * BLOCK_BYTES))
+    larger = Engine(node, node.open_session("red", "larger"), ref, 2 * BLOCK_BYTES)
+    fill(larger, 60)
+    kept = stored(node)
+    assert kept > 0
+    assert node.cache.check() == []
+    node.close()
+    reopened = start(data_dir, SMALL)
+    assert stored(reopened) == kept
+    reopened.close()
+
+
+def test_a_segment_that_could_not_be_given_to_another_size_is_no_longer_the_formers(data_dir: Path) -> None:
+    files = FaultyFiles()
+    node = start(data_dir, SMALL, DiskSeams(files=files))
+    dropped_after_filling_all(node)
+    nvme, catalog = storage_of(node).nvme, node.cache.state.catalog
+    larger = catalog.namespaces.pool("red", 2 * BLOCK_BYTES)
+    files.fail("sync_data", errno.EIO)
+    with pytest.raises(OSError, match="error"):
+        node.run(nvme.allocate(larger, [(1, 1.0)], 1))
+    (between,) = catalog.slots[Tier.NVME].unassigned()
+    (slot,) = node.run(nvme.allocate(larger, [(1, 1.0)], 1))
+    assert slot // catalog.slots[Tier.NVME].stride == between
+    assert node.cache.check() == []
+    node.close()
+
+
+def test_at_its_quota_a_tenant_gets_the_empty_segments_of_its_own_pools_alone(data_dir: Path) -> None:
+    node = start(data_dir, SMALL)
+    dropped_after_filling_all(node)
+    nvme, catalog = storage_of(node).nvme, node.cache.state.catalog
+    table = catalog.slots[Tier.NVME]
+    blue = TenantConfig(name="blue", nvme_quota_bytes=2 * table.segment_bytes)
+    node.cache.state.quotas = replace(node.cache.state.quotas, tenants={"blue": blue})
+    small, large = (catalog.namespaces.pool("blue", size) for size in (BLOCK_BYTES, 2 * BLOCK_BYTES))
+    slots = node.run(nvme.allocate(small, [(100, 1.0)], 100))
+    assert (len(slots), table.segment_count_of(small)) == (64, 2)
+    assert len(node.run(nvme.allocate(large, [(1, 1.0)], 1))) == 0
+    table.free(slots[:32])
+    slots = np.append(slots[32:], node.run(nvme.allocate(large, [(1, 1.0)], 1)))
+    assert (table.segment_count_of(small), table.segment_count_of(large)) == (1, 1)
+    table.free(slots)
     node.close()
 
 

@@ -230,6 +230,13 @@ class SlotsMachine(RuleBasedStateMachine):
         else:
             self.table.unhold(segment)
 
+    @rule(pool=st.integers(0, 2))
+    def seek_an_empty_segment(self, pool: int) -> None:
+        table = self.table
+        empty = {s for s in table.segments_of(pool) if table.is_empty(s) and not table.is_held(s)}
+        found = table.empty_of(pool)
+        assert found in empty if empty else found is None
+
     @rule(pool=st.integers(0, 2), count=st.integers(0, 40), after=st.none() | st.integers(0, 255))
     def allocate(self, pool: int, count: int, after: int | None) -> None:
         free = {

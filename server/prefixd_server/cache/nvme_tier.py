@@ -8,6 +8,7 @@ record is durably gone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,7 @@ from prefixd_server.cache.write_budget import WriteBudget
 from prefixd_server.catalog.events import RecordsDeleted
 from prefixd_server.catalog.namespaces import Namespace
 from prefixd_server.catalog.reads import Departure
+from prefixd_server.catalog.segments import NO_POOL
 from prefixd_server.index.process import Index
 from prefixd_server.index.records import (
     Keys,
@@ -115,7 +117,7 @@ class NvmeTier:
                     return
 
     async def _assign(self, pool: int, count: int) -> bool:
-        """Gives the pool a segment that serves nobody; its generation is raised, durably, first.
+        """Gives the pool a segment that nobody uses; its generation is raised, durably, first.
 
         One at a time: raised for two, a segment would outdate what the first has recorded there. Whoever
         waited meanwhile may find `count` slots free.
@@ -124,20 +126,34 @@ class NvmeTier:
         async with self._assigning:
             if table.free_count(pool) >= count:
                 return True
-            if not self._state.quotas.may_grow(self._state.catalog, Tier.NVME, pool):
+            segment = self._unused(pool)
+            if segment is None:
                 return False
-            spare = [segment for segment in table.unassigned() if segment in self._present()]
-            if not spare:
-                return False
-            segment, slot_bytes = spare[0], self._state.catalog.namespaces.pool_of(pool).slot_bytes
+            if table.pool_of(segment) != NO_POOL:
+                # Before the generation is raised: should that fail, the former pool must not go on in it.
+                table.unassign(segment)
+            slot_bytes = self._state.catalog.namespaces.pool_of(pool).slot_bytes
             generation = await self._state.movers_of(Tier.NVME).run(
                 CallJob(partial(self.medium.raise_generation, segment, slot_bytes))
             )
             table.assign(segment, pool, slot_bytes, segment, generation)
             return True
 
-    def _present(self) -> set[int]:
-        return set(self.medium.present())
+    def _unused(self, pool: int) -> int | None:
+        """A segment for the pool: one that serves nobody, else an empty one of another pool's."""
+        catalog = self._state.catalog
+        names, table = catalog.namespaces, catalog.slots[Tier.NVME]
+        donors: Iterable[int] = range(names.pool_count)
+        if self._state.quotas.may_grow(catalog, Tier.NVME, pool):
+            present = set(self.medium.present())
+            spare = next((segment for segment in table.unassigned() if segment in present), None)
+            if spare is not None:
+                return spare
+        else:
+            # At its quota, a tenant's pools can have segments of one another alone.
+            donors = names.pools_of_tenant(names.pool_of(pool).tenant)
+        empty = (table.empty_of(donor) for donor in donors if donor != pool)
+        return next((segment for segment in empty if segment is not None), None)
 
     # -- records -------------------------------------------------------------------------------
 

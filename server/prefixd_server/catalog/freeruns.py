@@ -53,6 +53,10 @@ class FreeRuns:
         """Where the run that begins at `start` ends; None when none does."""
         return self._end_of.get(start)
 
+    def start_of(self, length: int) -> int | None:
+        """Where a run of just this length begins; None when there is none."""
+        return next(iter(self._bins.get(length, ())), None)
+
     def add(self, start: int, end: int) -> None:
         """Slots [start, end) of one segment became free; merges with its neighbours."""
         assert start < end, f"empty run [{start}, {end})"

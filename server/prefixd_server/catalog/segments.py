@@ -162,6 +162,14 @@ class SegmentTable:
         """How many segments serve the pool."""
         return len(self._segments_of.get(pool, ()))
 
+    def empty_of(self, pool: int, device: int = 0) -> int | None:
+        """A segment of the pool on the device whose every slot can be allocated; None when it has none."""
+        runs = self._free_of.get((pool, device))
+        if runs is None or runs.slot_count == 0:
+            return None
+        start = runs.start_of(self._segments[self._segments_of[pool][0]].slot_count)
+        return None if start is None else start // self.stride
+
     def unassigned(self) -> list[int]:
         """Segments that serve nobody, ascending."""
         return np.flatnonzero(self._pool_of == NO_POOL).tolist()
