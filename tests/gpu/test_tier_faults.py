@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from prefixd_server.base.config import HbmConfig
+from prefixd_server.base.config import HbmConfig, MoverConfig
 from prefixd_server.base.types import BadBlock, LeaseRelease, SlotState, Tier
+from prefixd_server.cache.build import HBM_MOVER_COUNT
+from prefixd_server.media.movers import CallJob
 
 from tests.gpu.tier import (
     SEGMENT,
+    SLOTS_PER_SEGMENT,
     device_engine,
     device_of,
+    device_stats,
     end_all,
     hbm_of,
     is_off,
     settle,
+    share,
     start_device_node,
     tiers_of,
     until,
@@ -104,6 +111,57 @@ def test_memory_that_is_not_there_yet_is_tried_again(machine: FakeCuda) -> None:
     machine.heal()
     until(node, lambda: hbm_of(node).tier.reason == "")
     assert device_of(node).medium.allocated_bytes == 2 * SEGMENT
+    end_all(node)
+    node.close()
+
+
+def test_memory_that_is_lost_on_its_way_to_another_tenant_is_tried_again(machine: FakeCuda) -> None:
+    node = start_device_node(2)
+    red, blue = device_engine(node), device_engine(node, tenant="blue", instance="two")
+    for name in "ab":
+        share(red, red.put(name, *range(SLOTS_PER_SEGMENT - 1)))
+    red.dies()
+    machine.set_capacity(machine.in_use_bytes() - 1)
+    blue.reserve_there(chain("x"))
+    until(node, lambda: "OUT_OF_MEMORY" in device_stats(node, 0).state_reason)
+    assert device_stats(node, 0).is_ready
+    assert device_stats(node, 0).allocated_bytes == SEGMENT
+    before = list(device_of(node).segment_ids)
+    assert {e.tier for e in blue.reserve_there(chain("y")).extents} == {Tier.DRAM}
+    until(node, lambda: device_of(node).segment_ids != before)
+    assert {e.tier for e in blue.reserve_there(chain("z")).extents} == {Tier.HBM}
+    machine.heal()
+    until(node, lambda: hbm_of(node).tier.reason == "")
+    assert device_stats(node, 0).allocated_bytes == 2 * SEGMENT
+    later = device_engine(node, instance="three")
+    assert {e.tier for e in later.reserve_there(chain("later")).extents} == {Tier.HBM}
+    assert node.cache.check() == []
+    end_all(node)
+    node.close()
+
+
+def test_a_segment_changes_tenant_when_the_devices_movers_have_time(machine: FakeCuda) -> None:
+    node = start_device_node(1, movers=MoverConfig(queue_limit=1))
+    red, blue = device_engine(node), device_engine(node, tenant="blue", instance="two")
+    share(red, red.put("a"))
+    red.dies()
+    gate, movers = threading.Event(), device_of(node).movers
+
+    async def keep_busy() -> list[asyncio.Future[bool]]:
+        jobs = [asyncio.ensure_future(movers.run(CallJob(gate.wait))) for _ in range(HBM_MOVER_COUNT + 1)]
+        await asyncio.sleep(0)
+        return jobs
+
+    jobs = node.loop.run_until_complete(keep_busy())
+    blue.reserve_there(chain("x"))
+    until(node, lambda: not device_of(node).hungry)
+    gate.set()
+    until(node, lambda: all(job.done() for job in jobs))
+    before = set(device_of(node).segment_ids)
+    assert {e.tier for e in blue.reserve_there(chain("y")).extents} == {Tier.DRAM}
+    until(node, lambda: set(device_of(node).segment_ids) != before)
+    assert {e.tier for e in blue.reserve_there(chain("z")).extents} == {Tier.HBM}
+    assert node.cache.check() == []
     end_all(node)
     node.close()
 

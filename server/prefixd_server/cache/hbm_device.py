@@ -1,9 +1,10 @@
 """The HBM tier's life on one device: its memory, its segments, who has them open, and its end.
 
 Memory is allocated in the background, a segment at a time, and again and again where there is none yet: after
-a restart the engines of the last boot have ours open for a moment more. A fault of the device turns the tier
-off there until the next start: its copies are dropped, blocks with no other are forgotten, everything else
-goes on, other devices too (hbm_tier.py).
+a restart the engines of the last boot have ours open for a moment more, and what a segment gives back on its
+way to another tenant somebody else may take. A fault of the device turns the tier off there until the next
+start: its copies are dropped, blocks with no other are forgotten, everything else goes on, other devices too
+(hbm_tier.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import structlog
 from numpy.typing import NDArray
 
 from prefixd_server.base.accounts import DeviceStats
+from prefixd_server.base.errors import LimitReached
 from prefixd_server.base.runs import leading
 from prefixd_server.base.types import NO_ROW, NO_SLOT, DeviceSegment, Rows, Slots, SlotState, Tier
 from prefixd_server.base.views import Evictable
@@ -28,7 +30,7 @@ from prefixd_server.cache.state import State
 from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
 from prefixd_server.media.cuda import CudaFault
 from prefixd_server.media.hbm_devices import HbmDevices
-from prefixd_server.media.movers import CallJob, Movers, RenewJob
+from prefixd_server.media.movers import CallJob, Job, Movers, RenewJob
 
 TICK_INTERVAL_S = 0.02
 RETRY_S_MIN = 0.1
@@ -86,6 +88,7 @@ class HbmDevice:
         self._former_tenant: list[str | None] = [None] * medium.segment_count
         """Whose bytes the segment's memory may hold."""
         self._renewing: set[int] = set()
+        """Segments that are being given fresh memory: not to be used before they have their new id."""
         self.hungry: dict[int, None] = {}
         """Pools that got less than they asked for, in order."""
 
@@ -195,14 +198,15 @@ class HbmDevice:
 
     async def _free_one_for(self, pool: int) -> None:
         tenant, _ = self._pool(pool)
-        for segment in range(self.medium.segment_count):
+        for segment in filter(self.medium.is_present, range(self.medium.segment_count)):
             foreign = self._former_tenant[segment] not in {None, tenant}
             if foreign and self._open_elsewhere(segment):
                 continue
             if self._table.pool_of(self._first + segment) >= 0 and not self._empty(self._first + segment):
                 continue
-            if not foreign or await self._renew(segment):
-                return
+            if foreign:
+                await self._attempt(segment, RenewJob(self.medium, segment))
+            return
 
     def _empty(self, segment: int) -> bool:
         """Drops a segment's copies when all of their blocks are kept elsewhere, and unassigns it."""
@@ -212,20 +216,6 @@ class HbmDevice:
         if len(rows):
             self._state.apply(CopiesEvicted(Tier.HBM, rows))
         self._table.unassign(segment)
-        return True
-
-    async def _renew(self, segment: int) -> bool:
-        """Fresh memory and a new id: no tenant sees another's bytes. Whether there is any."""
-        self._renewing.add(segment)
-        try:
-            await self.movers.run(RenewJob(self.medium, segment))
-        except CudaFault as fault:
-            log.warning("HBM memory could not be renewed", device=self.medium.uuid, reason=str(fault))
-            return False
-        finally:
-            self._renewing.discard(segment)
-        self.segment_ids[segment] = self._room.new_segment_id()
-        self._former_tenant[segment] = None
         return True
 
     # -- life ----------------------------------------------------------------------------------
@@ -245,33 +235,52 @@ class HbmDevice:
             while self.medium.fault is None:
                 await asyncio.sleep(TICK_INTERVAL_S)
                 await self.feed()
+                if allocating.done() and self._absent():
+                    allocating.result()
+                    allocating = asyncio.ensure_future(self._allocate_all())
             await self.turn_off(self.medium.fault)
         finally:
             allocating.cancel()
             await asyncio.wait({allocating, pinning})
 
     async def _allocate_all(self) -> None:
+        """Gives every segment memory that has none, at the start and when a renewal found none."""
         pause = RETRY_S_MIN
-        for segment in range(self.medium.segment_count):
-            while not await self._attempt(segment):
-                if self.medium.fault is not None:
-                    return
+        while absent := self._absent():
+            segment = absent[0]
+            had = await self._attempt(segment, CallJob(partial(self.medium.allocate, segment)))
+            if self.medium.fault is not None:
+                return
+            if had:
+                self.state = HbmState.READY
+            else:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_S_MAX)
-            self.segment_ids[segment] = self._room.new_segment_id()
-            self.state = HbmState.READY
         self.reason = ""
         log.info("HBM tier ready", device=self.medium.uuid, bytes=self.medium.allocated_bytes)
 
-    async def _attempt(self, segment: int) -> bool:
+    def _absent(self) -> list[int]:
+        """Segments without memory, but for those that are about to get it."""
+        segments = range(self.medium.segment_count)
+        return [s for s in segments if not self.medium.is_present(s) and s not in self._renewing]
+
+    async def _attempt(self, segment: int, job: Job[None]) -> bool:
+        """Has a mover give the segment fresh memory, with nobody's bytes and a new id; whether it did."""
+        self._renewing.add(segment)
         try:
-            await self.movers.run(CallJob(partial(self.medium.allocate, segment)))
-        except CudaFault as fault:
-            self.reason = f"{fault}; tried again" if fault.reason == OUT_OF_MEMORY else str(fault)
-            log.warning("HBM memory could not be had", device=self.medium.uuid, reason=str(fault))
-            if fault.reason != OUT_OF_MEMORY:
-                self.medium.give_up(fault)
+            await self.movers.run(job)
+        except (CudaFault, LimitReached) as error:
+            log.warning("HBM memory could not be had", device=self.medium.uuid, reason=str(error))
+            if isinstance(error, CudaFault) and error.reason != OUT_OF_MEMORY:
+                self.medium.give_up(error)
+            if not self.medium.is_present(segment):
+                self._former_tenant[segment] = None
+                self.reason = f"{error}; tried again" if self.medium.fault is None else str(error)
             return False
+        finally:
+            self._renewing.discard(segment)
+        self.segment_ids[segment] = self._room.new_segment_id()
+        self._former_tenant[segment] = None
         return True
 
     async def turn_off(self, fault: CudaFault) -> None:
