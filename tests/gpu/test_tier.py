@@ -226,6 +226,22 @@ def test_what_hbm_alone_holds_goes_down_before_it_must_leave(node: Node) -> None
     assert node.cache.check() == []
 
 
+@pytest.mark.parametrize(("count", "fits"), [(48, True), (49, False), (65, False)])
+def test_nothing_leaves_hbm_for_a_run_that_would_go_to_dram_all_the_same(
+    node: Node, count: int, fits: bool
+) -> None:
+    engine, table = device_engine(node), node.cache.state.catalog.slots[Tier.HBM]
+    on_loop(node, lambda: HOLDS["quiet period"](node.cache.migration, True))
+    runs = [chain(number, *range(SLOTS_PER_SEGMENT // 2 - 1)) for number in range(4)]
+    for run in runs:
+        engine.put_there(run)
+    engine.acquire(runs[0])
+    assert (table.counts().free, table.counts().resident) == (0, 64)
+    reserved = engine.reserve_there(chain("new", *range(count - 1)))
+    assert {extent.tier for extent in reserved.extents} == {Tier.HBM if fits else Tier.DRAM}
+    assert table.counts().resident == (16 if fits else 64)
+
+
 def test_a_copy_that_is_bad_in_hbm_is_forgotten_and_dram_serves(node: Node) -> None:
     engine = device_engine(node)
     hashes = engine.put(*"ab")

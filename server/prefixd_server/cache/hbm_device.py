@@ -115,11 +115,14 @@ class HbmDevice:
 
     # -- slots ---------------------------------------------------------------------------------
 
-    def allocate_below(self, above: int, pool: int, count: int, evictable: Evictable | None = None) -> Slots:
+    def allocate_below(
+        self, above: int, pool: int, count: int, evictable: Evictable | None = None, *, whole: bool = False
+    ) -> Slots:
         """Up to `count` RESERVED slots for blocks below the row `above`, which making room must not evict.
 
         Args:
             evictable: what may go for them, where that is less than the catalog lets go.
+            whole: fewer are of no use: nothing goes for them where not enough may.
         """
         if self.state is not HbmState.READY:
             return np.zeros(0, dtype=np.uint32)
@@ -131,21 +134,29 @@ class HbmDevice:
                 guarded = slot
         self._state.apply(CopiesLeased(Tier.HBM, guarded))
         try:
-            return self._allocate(pool, count, int(guarded[0]) if len(guarded) else None, evictable)
+            may_go = evictable or self._state.catalog.evictable(Tier.HBM, self.number)
+            return self._allocate(pool, count, int(guarded[0]) if len(guarded) else None, may_go, whole)
         finally:
             self._state.apply(CopiesReleased(Tier.HBM, guarded))
 
-    def _allocate(self, pool: int, count: int, after: int | None, evictable: Evictable | None) -> Slots:
+    def _allocate(self, pool: int, count: int, after: int | None, evictable: Evictable, whole: bool) -> Slots:
         table, here = self._table, self.number
         while table.free_count(pool, here) < count and self._assign(pool):
             pass
         short = count - table.free_count(pool, here)
-        if short > 0:
+        if short > 0 and (not whole or self._may_go(pool, short, evictable)):
             self._room.evict(Tier.HBM, pool, short, evictable=evictable, device=here)
         slots = table.allocate(pool, count, after, here)
         if len(slots) < count and self._pool(pool)[1] <= table.segment_bytes:
             self.hungry[pool] = None
         return slots
+
+    def _may_go(self, pool: int, count: int, evictable: Evictable) -> bool:
+        """Whether as many of the pool's copies here may go."""
+        state = self._state
+        view = state.catalog.tree.view(Tier.HBM, pool, evictable, device=self.number)
+        victims = state.policy.victims(view, count, state.clock.now(), state.rng)
+        return sum(going for _, going in victims) >= count
 
     def replaceable(self) -> Evictable:
         """What may go for a copy that is made for speed alone: no block is forgotten for it."""

@@ -257,7 +257,7 @@ class Writing:
     ) -> tuple[Slots, DeclineReason | None, Tier]:
         """Slots on the device for all of the blocks, when wanted and there are as many; else in DRAM."""
         if device is not None:
-            slots = device.allocate_below(above, pool, count)
+            slots = device.allocate_below(above, pool, count, whole=True)
             if len(slots) == count:
                 return slots, None, Tier.HBM
             self._state.catalog.slots[Tier.HBM].free(slots)
