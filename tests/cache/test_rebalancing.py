@@ -6,18 +6,24 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from prefixd_server.base.config import MoverConfig
 from prefixd_server.base.types import LeaseRelease, Tier
 from prefixd_server.cache.rebalancing import FIRST_USE_WITHIN_S
 from prefixd_server.cache.sessions import SegmentsRetiredNotice
+from prefixd_server.catalog.events import CopyFoundBad
 from prefixd_server.media.movers import CallJob
 
 from tests.cache.conftest import MakeEngine
+from tests.support import nvme_node
 from tests.support.engine import Engine, slot_counts
-from tests.support.node import Node, block_data, chain, checksum, read_blocks
+from tests.support.node import MIB, Node, block_data, chain, checksum, packed, read_blocks
 from tests.support.specs import spec
+
+SYSTEM = ("system", 0, 1)
+CONVERSATION_COUNT = 30
 
 
 def fill(engine: Engine, run_length: int = 4) -> list[list[bytes]]:
@@ -129,6 +135,58 @@ def test_a_damaged_block_is_forgotten_and_its_neighbours_are_moved(engine: MakeE
     for hashes in moved:
         ((data, _),) = read_blocks(node, one.acquire(hashes).shard_extents[0].extents, 65_536)
         assert data == block_data(hashes[0], 0, 65_536)
+
+
+@pytest.fixture
+def small_node(tmp_path: Path) -> Iterator[Node]:
+    """One DRAM segment above NVMe, which has all that is stored: conversations below one system prompt."""
+    node = nvme_node.start(tmp_path, dram_bytes=2 * MIB)
+    one = nvme_node.make_engine(node)
+    for number in range(CONVERSATION_COUNT):
+        one.put(*SYSTEM, number, *range(4))
+        node.run(nvme_node.settled(node))
+    yield node
+    assert node.cache.check() == []
+    node.close()
+
+
+def conversations() -> list[list[bytes]]:
+    return [chain(*SYSTEM, number, *range(4)) for number in range(CONVERSATION_COUNT)]
+
+
+def give_away(node: Node) -> bool:
+    """Another block size asks for the one segment; whether it gets it."""
+    ref = node.cache.open_namespace("red", spec("large", block_bytes=1 << 20))
+    return admitted(node, Engine(node, node.open_session("red", "two"), ref, 1 << 20), chain("big"))
+
+
+def test_what_nvme_has_stays_there_when_its_segment_is_given_away(small_node: Node) -> None:
+    one = nvme_node.make_engine(small_node, "reader")
+    before = nvme_node.stored(small_node)
+    assert before > 4 * CONVERSATION_COUNT
+    assert give_away(small_node)
+    assert nvme_node.stored(small_node) == before
+    found = sum(one.hits(hashes) - len(SYSTEM) for hashes in conversations())
+    assert len(SYSTEM) + found == before, "what is stored is not all to be found"
+
+
+def test_a_last_copy_that_finds_no_place_goes_after_what_hangs_below_it(small_node: Node) -> None:
+    one = nvme_node.make_engine(small_node, "reader")
+    catalog = small_node.cache.state.catalog
+    segment, slot = nvme_node.place_of(one, chain(*SYSTEM)[-1])
+    bad = CopyFoundBad(Tier.NVME, segment * catalog.slots[Tier.NVME].stride + slot)
+    small_node.cache.state.apply(bad)
+    assert give_away(small_node)
+    assert {one.hits(hashes) for hashes in conversations()} == {len(SYSTEM) - 1}
+
+
+def test_a_pinned_block_keeps_its_segment_with_all_that_is_there(small_node: Node) -> None:
+    one = nvme_node.make_engine(small_node, "reader")
+    small_node.cache.pin("red", one.ref, packed(chain(*SYSTEM)), True)
+    slots = small_node.cache.state.catalog.slots[Tier.DRAM]
+    before = slots.counts()
+    assert not give_away(small_node)
+    assert slots.counts() == before
 
 
 @contextmanager

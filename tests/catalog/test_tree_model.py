@@ -81,6 +81,16 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(rows) == min(limit, held)
         self.forest.forget(rows)
 
+    @rule(limit=st.integers(1, 50))
+    def forget_the_lowest(self, limit: int) -> None:
+        row = self.some_row()
+        if row is not None:
+            below = self.forest.subtree(row)
+            rows = self.forest.tree.lowest(row, limit)
+            assert len(rows) == min(limit, len(below))
+            assert below.issuperset(rows.tolist())
+            self.forest.forget(rows)
+
     @rule()
     def walk(self) -> None:
         row = self.some_row()

@@ -1,13 +1,14 @@
 """Empties a segment for another block size or tenant (DESIGN section 4).
 
 The least important segment is chosen; of its blocks, those that the policy would
-keep are copied into slots of the same pool elsewhere, the rest are evicted. A
-segment never changes tenant with its memory: it is renewed on a mover first.
-One segment is under way at a time.
+keep are copied into slots of the same pool elsewhere, the rest are evicted. What
+another tier has stays there. A segment never changes tenant with its memory: it is
+renewed on a mover first. One segment is under way at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from itertools import pairwise
 
@@ -20,8 +21,10 @@ from prefixd_server.base.types import Rows, Slots, SlotState, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import SegmentsRetiredNotice, Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.catalog.columns import PINNED
 from prefixd_server.catalog.events import (
     BlocksRemoved,
+    CopiesEvicted,
     CopiesLeased,
     CopiesReleased,
     CopyAbandoned,
@@ -32,6 +35,13 @@ from prefixd_server.media.movers import CopyJob, RenewJob
 
 COPY_BLOCK_COUNT_MAX = 64
 """Blocks in one job: a block each would cost the loop more than the copies."""
+EVICT_BLOCK_COUNT = 64
+"""Blocks evicted in one step of the loop; the policy chooses them."""
+DROP_BLOCK_COUNT = 512
+"""Copies dropped in one step."""
+FORGET_TOP_COUNT = 16
+FORGET_BLOCK_COUNT = 32
+"""Blocks without another copy that one step begins with, and of each as many with what hangs below it."""
 SEGMENT_SAMPLE_COUNT_MAX = 64
 """Segments of a donor that are looked at before one is chosen."""
 STEAL_AGE_FACTOR = 2.0
@@ -174,12 +184,11 @@ class Rebalancing:
         pool = table.pool_of(segment)
         table.hold(segment)
         try:
-            elsewhere = table.free_count(pool)
-            occupied = len(table.rows_in(segment))
             if table.segment_count_of(pool) > 1:
-                self._room.evict(Tier.DRAM, pool, max(0, occupied - elsewhere))
+                await self._evict(pool, len(table.rows_in(segment)) - table.free_count(pool))
                 await self._relocate(pool, self._movable(segment))
-            self._forget_rest(pool, segment)
+            while self._drop_some(pool, segment):
+                await asyncio.sleep(0)
             if not table.is_empty(segment):
                 return False
             table.unassign(segment)
@@ -187,16 +196,57 @@ class Rebalancing:
             table.unhold(segment)
         return True
 
-    def _forget_rest(self, pool: int, segment: int) -> None:
-        """Forgets what found no place, with what hangs below it; nothing when any of that is held."""
+    async def _evict(self, pool: int, count: int) -> None:
+        """Evicts up to `count` blocks of the pool, the policy's choice, some at a time."""
+        while count > 0:
+            freed = self._room.evict(Tier.DRAM, pool, min(count, EVICT_BLOCK_COUNT))
+            if freed == 0:
+                return
+            count -= freed
+            await asyncio.sleep(0)
+
+    def _drop_some(self, pool: int, segment: int) -> bool:
+        """One step of dropping what found no place; whether it dropped any. Nothing goes when not all may.
+
+        Where another tier has the block, the copy goes. Where none has, the block does, after what
+        hangs below it.
+        """
         catalog = self._state.catalog
-        left = self._movable(segment)
-        if len(left):
-            going = catalog.closure(left)
-            if not catalog.held(going).any():
-                self._state.apply(BlocksRemoved(going))
-                tenant = catalog.namespaces.pool_of(pool).tenant
-                self._state.counters_of(tenant).evicted += len(going)
+        table = catalog.slots[Tier.DRAM]
+        left = table.rows_in(segment)
+        kept = self._kept_elsewhere(left)
+        last = left[~kept]
+        if len(left) == 0 or not table.can_empty(segment) or catalog.held(last).any():
+            return False
+        if kept.any():
+            going = left[kept][:DROP_BLOCK_COUNT]
+            self._state.apply(CopiesEvicted(Tier.DRAM, going))
+        else:
+            going = self._lowest(last)
+            if catalog.held(going).any():
+                return False
+            self._state.apply(BlocksRemoved(going))
+        self._state.counters_of(catalog.namespaces.pool_of(pool).tenant).evicted += len(going)
+        return True
+
+    def _kept_elsewhere(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which blocks another tier has, so that their copies in DRAM may go: pinned ones stay there."""
+        catalog = self._state.catalog
+        kept = np.zeros(len(rows), dtype=np.bool_)
+        for tier in catalog.slots:
+            if tier is not Tier.DRAM:
+                kept |= catalog.resident(tier, rows)
+        kept &= (catalog.columns.flags[rows] & PINNED) == 0
+        return kept
+
+    def _lowest(self, rows: Rows) -> Rows:
+        """Some of these blocks and of what hangs below them, closed under descendants."""
+        columns, tree = self._state.catalog.columns, self._state.catalog.tree
+        tops = rows[~np.isin(columns.parent[rows], rows)]
+        deepest = tops[np.argsort(columns.depth[tops])[-FORGET_TOP_COUNT:]]
+        parts = [tree.lowest(row, FORGET_BLOCK_COUNT) for row in deepest.tolist()]
+        # One may hang below another.
+        return np.unique(np.concatenate(parts))
 
     def _movable(self, segment: int) -> Rows:
         """Rows of the segment with a readable, unleased copy there."""

@@ -183,6 +183,14 @@ class TreeWalks:
             node = self._deepest(sibling) if sibling != NO_NODE else mv.parent[node]
         return np.concatenate(parts) if parts else _NOTHING
 
+    def lowest(self, row: int, limit: int) -> Rows:
+        """The same of the row and everything below it."""
+        node = self.columns.mv.node[row]
+        below = self.below(node, limit)
+        tail, depth = self.nodes.mv.tail[node], self.columns.mv.depth
+        count = min(depth[tail] - depth[row] + 1, limit - len(below))
+        return np.concatenate([below, self.upward(tail, count)]) if count else below
+
     def _deepest(self, node: int) -> int:
         """The first leaf under the node, by first children."""
         first_child = self.nodes.mv.first_child
