@@ -104,8 +104,11 @@ class Client:
         return self._control.status()
 
     def close(self) -> None:
-        """Sends what waits if the daemon answers, and ends the session; calls that wait are answered by their
-        miss. Again does nothing."""
+        """Gives up the leases that are held, sends what waits if the daemon answers, and ends the session.
+
+        Copies under way end after their block, and calls that wait are answered by their miss. Closing again
+        does nothing.
+        """
         self._close()
 
     def __enter__(self) -> Client:

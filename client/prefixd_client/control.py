@@ -48,6 +48,10 @@ class Renewable(Protocol):
         """It must not be used any more."""
         ...
 
+    def give_up(self) -> None:
+        """Its client is closed, and nobody copies any more: the daemon is to be told."""
+        ...
+
 
 class Control:
     """See the module. Thread-safe."""

@@ -50,8 +50,8 @@ class Lease:
             control.hold(self)
 
     def expired(self) -> bool:
-        """Whether it must not be used any more: over its time, or its session has ended."""
-        return self.session.is_lost or self._control.now() >= self._until
+        """Whether it must not be used any more: over its time, its session ended, its client closed."""
+        return self.session.is_lost or self._control.is_closed or self._control.now() >= self._until
 
     def renewed(self, until: float) -> None:
         """The daemon has renewed it; for the session's thread."""
@@ -60,6 +60,25 @@ class Lease:
     def lost(self) -> None:
         """The daemon does not know it any more; for the session's thread."""
         self._until = 0.0
+
+    def give_up(self) -> None:
+        """Ends it with its client, when nobody copies any more; for the keeper."""
+        self._end(self._ending())
+
+    def _ending(self) -> wire.LeaseRelease | Abort:
+        """What the daemon is told when this process has no more use for it."""
+        raise NotImplementedError
+
+    def _end(self, ending: wire.LeaseRelease | Abort) -> None:
+        """Has the daemon told, off the caller's way. Again does nothing."""
+        if self.is_held:
+            self.is_held = False
+            self._control.outbox.end_lease(self.session.boot_id, ending)
+            self._control.wake.set()
+
+    def __del__(self) -> None:
+        if self.is_held:
+            self._control.outbox.abandon(self.session.boot_id, self._ending())
 
     def _spans(
         self, extents: Sequence[Extent], first: int, last: int, block_bytes: int, way: Way
@@ -211,13 +230,10 @@ class ReadHold(Lease):
             all_shards: ends the lease for every process, also shards that were not asked for here. A lease
                 acquired with no shards ends whole in any case.
         """
-        if not self.is_held or self._control.is_closed:
-            return
-        self.is_held = False
-        self._control.outbox.end_lease(self.session.boot_id, self._ending(all_shards))
-        self._control.wake.set()
+        if not self._control.is_closed:
+            self._end(self._ending(all_shards))
 
-    def _ending(self, all_shards: bool) -> wire.LeaseRelease:
+    def _ending(self, all_shards: bool = False) -> wire.LeaseRelease:
         shards = () if all_shards else sorted({shard for shard, _ in self._extents})
         return wire.LeaseRelease(token=self.token, shards=shards, bad_blocks=self._bad)
 
@@ -225,10 +241,6 @@ class ReadHold(Lease):
         """Gives the lease to the processes that redeem its token: it is not renewed or released from here."""
         self.is_held = False
         return self.token
-
-    def __del__(self) -> None:
-        if self.is_held and not self._control.is_closed:
-            self._control.outbox.abandon(self.session.boot_id, self._ending(False))
 
 
 class WriteHold(Lease):
@@ -337,15 +349,11 @@ class WriteHold(Lease):
 
     def abort(self) -> None:
         """Gives up what is not committed, off the caller's way; nobody may be copying. Again does nothing."""
-        if not self.is_held or self._control.is_closed:
-            return
-        self.is_held = False
-        self._control.outbox.end_lease(self.session.boot_id, Abort(self.token))
-        self._control.wake.set()
+        if not self._control.is_closed:
+            self._end(self._ending())
 
-    def __del__(self) -> None:
-        if self.is_held and not self._control.is_closed:
-            self._control.outbox.abandon(self.session.boot_id, Abort(self.token))
+    def _ending(self) -> Abort:
+        return Abort(self.token)
 
 
 def _pieces(way: Way, memory: BlockMemory, block_bytes: int, *, writable: bool) -> Pieces:

@@ -47,7 +47,8 @@ class Keeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, the session with it; what the outbox holds is sent if the daemon answers."""
+        """Ends the thread, the session with it. Held leases are given up; what the outbox holds is sent if
+        the daemon answers."""
         self._stopping.set()
         self._control.outbox.urgent.set()
         self._control.wake.set()
@@ -69,6 +70,9 @@ class Keeper:
             control.wake.clear()
         session = control.session
         if session is not None:
+            session.wait_copied()
+            for lease in control.held_leases():
+                lease.give_up()
             self._outbox_at = 0.0
             while self._send_batch(session) == 0.0:
                 pass

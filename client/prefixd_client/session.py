@@ -161,8 +161,7 @@ class Session:
     def close(self) -> None:
         """Ends it in the order that the daemon relies on: copies, then mappings, then the stream."""
         self.is_lost = True
-        with self._copies:
-            self._copies.wait_for(lambda: self._copying == 0)
+        self.wait_copied()
         if self.device is not None:
             self.device.close()
         if self.segments is not None:
@@ -172,12 +171,18 @@ class Session:
             self._stream.cancel()
         self._channel.close()
 
+    def wait_copied(self) -> None:
+        """Returns when no copy is under way. Those to come copy nothing once their leases are over."""
+        with self._copies:
+            self._copies.wait_for(lambda: self._copying == 0)
+
     # -- what engine threads do with it -----------------------------------------------------------------
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Around every copy to or from segments. close() waits for it, as the daemon takes the companion's
-        end for our word that nothing is written any more. Copies look at is_lost after each block."""
+        end for our word that nothing is written any more. Copies ask before each block whether their lease is
+        over."""
         with self._copies:
             self._copying += 1
         try:

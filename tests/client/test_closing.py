@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prefixd_client import Client, ClientClosed, InvalidArgument, RequestPhase, UsageReport
 
-from tests.support.clients import PATIENT, empty, run_of, spec, stored, until
+from tests.support.clients import PATIENT, HeldCopies, data_of, empty, run_of, spec, stored, until
 from tests.support.repository import ROOT
 
 RUN = run_of(2)
@@ -25,6 +26,32 @@ def test_what_waits_is_sent_before_the_end(daemon) -> None:
     assert daemon.wait_asked("Release").releases[0].token == lease.token
     (report,) = daemon.wait_asked("ReportUsage").reports
     assert (report.request_id, list(report.block_hashes), report.namespace.epoch) == ("1", RUN, 1)
+
+
+def test_what_is_held_is_given_back_before_the_end(daemon) -> None:
+    with Client(daemon.path, options=PATIENT) as client:
+        namespace = client.namespace(spec())
+        stored(namespace, RUN)
+        reading, writing = namespace.acquire(RUN), namespace.reserve(run_of(1, "new"))
+    assert daemon.wait_asked("Abort").token == writing.token
+    (release,) = daemon.wait_asked("Release").releases
+    assert release.token == reading.token
+    assert (reading.is_held, writing.is_held) == (False, False)
+
+
+def test_blocks_are_given_up_when_nobody_writes_to_them_any_more(daemon) -> None:
+    client = Client(daemon.path, options=PATIENT)
+    writing = client.namespace(spec()).reserve(RUN)
+    with ThreadPoolExecutor(2) as pool, HeldCopies(client) as held:
+        storing = pool.submit(writing.store, data_of(RUN))
+        assert held.reached.wait(20)
+        closing = pool.submit(client.close)
+        until(lambda: client.status().state == "closed")
+        assert writing.is_held
+        held.go()
+        assert storing.result(20).dropped >= 1, "a copy goes on after its block"
+        closing.result(20)
+    assert daemon.wait_asked("Abort").token == writing.token
 
 
 def test_a_closed_client_says_so(daemon) -> None:
