@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -18,7 +19,9 @@ from prefixd_server.base.accounts import (
     Stats,
     TierStats,
 )
+from prefixd_server.base.errors import LimitReached, StateConflict, Unavailable
 from prefixd_server.base.failpoints import failpoint
+from prefixd_server.base.logs import logger
 from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, LeaseKind, NamespaceRef, SlotState, Tier
 from prefixd_server.cache.endings import Endings
 from prefixd_server.cache.epochs import Epochs
@@ -37,7 +40,11 @@ from prefixd_server.media.movers import CallJob
 LIST_COUNT_MAX = 10_000
 PROBE_BLOCK_COUNT = 64
 RELEASES_IN_A_STEP = 32
+SAVE_RETRY_S = 5.0
+"""Between attempts to make a drop durable that could not be."""
 _WRITING = "WRITING"
+
+log = logger(__name__)
 
 
 class Administration:
@@ -219,17 +226,50 @@ class Administration:
         return changed
 
     async def drop_namespace(self, tenant: str, ref: NamespaceRef) -> tuple[int, int]:
-        """Forgets a namespace at once, durably. (new epoch, blocks forgotten)."""
+        """Forgets a namespace at once, durably. (new epoch, blocks forgotten).
+
+        Raises:
+            StateConflict: NAMESPACE_EPOCH_STALE: it was dropped, and that is durable.
+            Unavailable: DROP_NOT_DURABLE: it is forgotten, and run() makes that durable as soon as it can.
+        """
         self._state.refuse_when_handed_over()
         catalog = self._state.catalog
-        namespace = catalog.namespaces.get(tenant, ref)
+        try:
+            namespace = catalog.namespaces.get(tenant, ref)
+        except StateConflict:
+            await self._save_epochs()
+            raise
         blocks = sum(catalog.tree.block_count(space) for space in namespace.spaces.values())
         new_epoch = self._epochs.after(tenant, ref.fingerprint, ref.epoch)
         self._room.discard(catalog.namespaces.drop(namespace, new_epoch))
-        await self._state.movers.run(CallJob(self._epochs.save))
+        await self._save_epochs()
         failpoint("drop.durable")
         await self._end_reads(namespace)
         return new_epoch, blocks
+
+    async def run(self) -> None:
+        """Makes up for drops that could not be made durable, for ever; ends when cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_RETRY_S)
+            if not self._state.handed_over:
+                with suppress(Unavailable):
+                    await self._save_epochs()
+
+    async def _save_epochs(self) -> None:
+        """Returns when every drop is durable. Raises Unavailable DROP_NOT_DURABLE."""
+        if not self._epochs.are_owed:
+            return
+        try:
+            await self._state.movers.run(CallJob(self._epochs.save))
+        except (OSError, LimitReached) as error:
+            log.warning("a dropped namespace would be back after a restart", reason=str(error))
+            reason = error.strerror if isinstance(error, OSError) else error.message
+            raise Unavailable(
+                "DROP_NOT_DURABLE",
+                f"the namespace is forgotten, and would be back after a restart ({reason}); the daemon goes "
+                "on trying to make that durable",
+                retry_after_s=SAVE_RETRY_S,
+            ) from error
 
     async def _end_reads(self, namespace: Namespace) -> None:
         """Readers verify what they copied, so their leases can end under them."""

@@ -187,6 +187,7 @@ class Cache:
         if self.hbm is not None:
             self._tasks += [loop.create_task(self.hbm.tier.run()), loop.create_task(self.hbm.run())]
         self._tasks += [loop.create_task(self._sweep()), loop.create_task(self.rebalancing.run())]
+        self._tasks.append(loop.create_task(self._administration.run()))
 
     async def stop(self) -> None:
         """Ends the background tasks, waits for the movers, gives the memory back."""

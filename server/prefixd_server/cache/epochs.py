@@ -1,6 +1,7 @@
 """Durable namespace epochs: a namespace that was dropped stays dropped.
 
-One small file, replaced whole: write, fsync, rename, fsync the directory.
+One small file, replaced whole: write, fsync, rename, fsync the directory. What
+could not be written stays owed until a later save has succeeded.
 Without a data directory nothing outlives the process, and epochs start at the
 wall clock's milliseconds, so that an epoch of an earlier boot is always lower.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ class Epochs:
         self._epochs: dict[str, int] = {}
         if self._path is not None and self._path.exists():
             self._epochs = _read(self._path)
+        self._recorded_count = 0
+        self._durable_count = 0
+        """Of the epochs that were recorded in this boot; set by the one that saves."""
+        self._saving = threading.Lock()
+        """Held by the mover that writes the file."""
+
+    @property
+    def are_owed(self) -> bool:
+        """Whether an epoch was recorded that is not durable yet, where anything is."""
+        return self._path is not None and self._durable_count < self._recorded_count
 
     def fresh(self, tenant: str, fingerprint: bytes) -> int:
         """The epoch to open a namespace at."""
@@ -48,29 +60,40 @@ class Epochs:
         """Records in memory that `current` is over and returns the next epoch; save() makes it durable."""
         following = current + 1
         self._epochs[_name(tenant, fingerprint)] = following
+        self._recorded_count += 1
         return following
 
     def save(self) -> None:
-        """Makes what was recorded durable. Blocks; runs on a mover thread. Raises OSError."""
-        if self._path is None:
-            return
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump({"format_version": FORMAT_VERSION, "epochs": dict(self._epochs)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("drop.written")
-        temporary.replace(self._path)
-        failpoint("drop.renamed")
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        """Makes what was recorded durable. Blocks; runs on a mover thread, after those that save already.
+
+        Raises:
+            OSError: it stays owed.
+        """
+        with self._saving:
+            recorded_count = self._recorded_count
+            if self._path is not None and self._durable_count < recorded_count:
+                _write(self._path, dict(self._epochs))
+                self._durable_count = recorded_count
 
 
 def _name(tenant: str, fingerprint: bytes) -> str:
     return f"{tenant}/{fingerprint.hex()}"
+
+
+def _write(path: Path, epochs: dict[str, int]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump({"format_version": FORMAT_VERSION, "epochs": epochs}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    failpoint("drop.written")
+    temporary.replace(path)
+    failpoint("drop.renamed")
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _read(path: Path) -> dict[str, int]:
