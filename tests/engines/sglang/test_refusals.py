@@ -16,7 +16,6 @@ from prefixd_client.connectors.sglang.host_pool import HostPool
 from prefixd_client.connectors.sglang.identity import adapters_fingerprint, engine_weights
 from prefixd_client.connectors.sglang.settings import Settings
 from prefixd_client.connectors.sglang.versions import refuse_unsupported_version
-from prefixd_client.connectors.sglang.weight_updates import watch_class
 
 from tests.support.sglang_contract import TOKENS, attached, behind, host_pool, keys, storage_config
 
@@ -138,11 +137,3 @@ def test_settings_of_the_model_and_the_kernels_are_in_its_fingerprint(facts: Eng
     assert len({facts.config_fingerprint, *changed}) == 5
     with model.override(download_dir="/elsewhere", weight_loader_disable_mmap=True):
         assert EngineFacts.read().config_fingerprint == facts.config_fingerprint
-
-
-def test_an_updater_without_the_known_steps_is_refused() -> None:
-    class Updater:
-        def record_weight_version_after_update(self) -> None: ...
-
-    with pytest.raises(UnsupportedEngine, match="flush_cache_after_weight_update"):
-        watch_class(Updater)

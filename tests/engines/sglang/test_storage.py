@@ -218,20 +218,12 @@ def test_another_engine_never_hits(daemon, storage_of: StorageOf, pool, what) ->
 
 
 def test_an_update_of_weights_in_place_ends_the_sharing(daemon, storage_of: StorageOf, pool, caplog) -> None:
-    class Updater:
-        """Ends an update as SGLang's does."""
-
-        def record_weight_version_after_update(self) -> str:
-            return "recorded"
-
-        def flush_cache_after_weight_update(self) -> str:
-            return "flushed"
-
-    weight_updates.watch_class(Updater)
+    updater = type("Updater", (), dict.fromkeys(weight_updates.STEPS, lambda _: "updated"))
+    weight_updates.watch_class(updater)
     controller = over(storage_of(daemon, pool), pool)
     run, indices = keys(2), controller.room(2)
     assert controller.save(run, indices)
-    assert Updater().flush_cache_after_weight_update() == "flushed"
+    assert updater().begin_weight_update() == "updated"
     assert misses(controller.storage, pool) == NOTHING
     assert "updated in place" in caplog.text
     fresh = over(storage_of(daemon, pool), pool)

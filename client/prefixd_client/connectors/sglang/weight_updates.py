@@ -1,8 +1,9 @@
-"""Notices that SGLang has updated its weights in place, which no storage is told.
+"""Notices that SGLang updates its weights in place, which no storage is told.
 
-KV computed with new weights under the old weights' name would be a lie to every other engine. SGLang's
-updater ends each update with one of two steps; both are made to count here, before anything is computed with
-the new weights.
+KV computed with new weights under the old weights' name would be a lie to every other engine. Every way of
+writing weights, also one that fails half way, goes through the runner's updater; its steps are made to count
+here before they write. The scheduler's own steps are no place for it: it keeps them as bound methods, so what
+is changed once an engine runs is not called.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from typing import Any
 
 from ..engine_settings import UnsupportedEngine
 
-STEPS = ("record_weight_version_after_update", "flush_cache_after_weight_update")
-"""Of SGLang's SchedulerWeightUpdaterManager: a success ends with the first, any change with the second."""
+STEPS = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
+"""Of SGLang's WeightUpdater: each may write weights. Between the last two others may, by RDMA."""
 
 _lock = threading.Lock()
 _count = 0
@@ -23,21 +31,25 @@ _watched: set[type] = set()
 
 
 def update_count() -> int:
-    """Updates of weights in this process since watch(); each counts once or twice."""
+    """Steps of updates in this process since watch(); one update may be several."""
     return _count
 
 
 def watch() -> None:
     """Begins to count; again does nothing. Raises UnsupportedEngine when this release updates otherwise."""
     try:
-        from sglang.srt.managers.scheduler_components import weight_updater  # noqa: PLC0415 - imports workers
-    except ImportError as error:
+        from sglang.srt.model_executor.model_runner_components import (  # noqa: PLC0415 - imports models
+            weight_updater,
+        )
+
+        updater = weight_updater.WeightUpdater
+    except (ImportError, AttributeError) as error:
         raise _unknown(str(error)) from error
-    watch_class(weight_updater.SchedulerWeightUpdaterManager)
+    watch_class(updater)
 
 
 def watch_class(updater: type) -> None:
-    """Counts the updates of one updater class. Raises UnsupportedEngine when it lacks the steps."""
+    """Counts the updates of one updater class. Raises UnsupportedEngine when it lacks a step."""
     with _lock:
         if updater in _watched:
             return
