@@ -13,7 +13,11 @@ pytest.importorskip("torch")
 from prefixd_client.connectors.sglang import PrefixdHiCache, UnsupportedEngine, refusals
 from prefixd_client.connectors.sglang.engine import EngineFacts
 from prefixd_client.connectors.sglang.host_pool import HostPool
-from prefixd_client.connectors.sglang.identity import adapters_fingerprint, engine_weights
+from prefixd_client.connectors.sglang.identity import (
+    FORMATS_OF_FILES,
+    adapters_fingerprint,
+    engine_weights,
+)
 from prefixd_client.connectors.sglang.settings import Settings
 from prefixd_client.connectors.sglang.versions import refuse_unsupported_version
 
@@ -109,6 +113,42 @@ def test_weights_that_cannot_be_told_need_a_revision(facts: EngineFacts, tmp_pat
         with pytest.raises(UnsupportedEngine, match="weights_revision"):
             engine_weights(unknown, Settings())
         assert engine_weights(unknown, Settings(weights_revision="r1")) == "revision:r1"
+
+
+def test_weights_that_did_not_come_from_the_models_files_alone_need_a_revision(facts: EngineFacts) -> None:
+    """The formats are SGLang's own: one that a later release adds is refused until somebody has looked."""
+    from sglang.srt.configs.load_config import LoadFormat  # noqa: PLC0415 - needs SGLang
+
+    at_start = replace(facts, was_attached_at_start=True)
+    by_files = engine_weights(at_start, Settings())
+    refused = {str(load_format.value) for load_format in LoadFormat} - FORMATS_OF_FILES
+    assert refused >= {"remote_instance", "remote", "private", "presharded", "npcache", "ipc_cache"}
+    for name in refused:
+        with pytest.raises(UnsupportedEngine, match="weights_revision"):
+            engine_weights(replace(at_start, load_format=name), Settings())
+    assert {engine_weights(replace(at_start, load_format=n), Settings()) for n in FORMATS_OF_FILES} == {
+        by_files
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "setting", "value"),
+    [
+        ("model", "weight_cache_mode", "client"),
+        ("model", "modelopt_checkpoint_restore_path", "/elsewhere"),
+        ("model", "modelopt_quant", "fp8"),
+        ("moe", "kt_weight_path", "/elsewhere"),
+    ],
+)
+def test_a_setting_that_brings_other_weights_needs_a_revision(facts, group, setting, value) -> None:
+    from sglang.srt import runtime_context  # noqa: PLC0415 - needs SGLang
+
+    groups = {"model": runtime_context.get_model(), "moe": runtime_context.get_exec().moe}
+    with groups[group].override(**{setting: value}):
+        changed = replace(EngineFacts.read(), was_attached_at_start=True)
+    assert not facts.other_weight_sources
+    with pytest.raises(UnsupportedEngine, match=f"{setting}.*weights_revision"):
+        engine_weights(changed, Settings())
 
 
 def test_adapters_are_told_by_their_content(tmp_path) -> None:

@@ -7,12 +7,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prefixd_client.connectors.vllm import UnsupportedEngine
 from prefixd_client.connectors.vllm.adapters import Adapters
 from prefixd_client.connectors.vllm.identity import (
+    FORMATS_OF_FILES,
     WorkerFacts,
     agreed_facts,
     engine_weights,
@@ -26,6 +27,7 @@ from prefixd_client.namespace import ChecksumAlgorithm, KvGroup, NamespaceSpec
 from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import LoadFormats
 
 from tests.support.vllm_harness import model_directory
 
@@ -79,6 +81,7 @@ def test_everything_is_filled_in(model) -> None:
         {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
         {"prefix_caching_hash_algo": "sha256_cbor"},
         {"tensor_parallel_size": 2},
+        {"load_format": "pt"},
         {"facts": replace(FACTS, attention_backend="OTHER")},
         {"facts": replace(FACTS, cpu_isa_class="x86_64:amx_bf16;amx")},
         {"facts": replace(FACTS, on_device=True)},
@@ -127,10 +130,17 @@ def test_a_model_without_weight_files_needs_the_operators_word(model) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(UnsupportedEngine, match="weights_revision"):
         spec_of(model)
-    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
-    with pytest.raises(UnsupportedEngine, match="weights_revision"):
-        engine_weights(config, Settings())
-    assert engine_weights(config, Settings(weights_revision="v7")) == "revision:v7"
+
+
+def test_weights_that_did_not_come_from_the_models_files_need_the_operators_word(model) -> None:
+    """The formats are vLLM's own: one that a later release or a plugin adds is refused."""
+    refused = {*get_args(LoadFormats), "a plugin's"} - FORMATS_OF_FILES
+    assert refused >= {"dummy", "runai_streamer", "tensorizer", "modelexpress", "ipc_cache", "npcache"}
+    for load_format in refused:
+        config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        with pytest.raises(UnsupportedEngine, match="weights_revision"):
+            engine_weights(config, Settings())
+        assert engine_weights(config, Settings(weights_revision="v7")) == "revision:v7"
 
 
 def test_ranks_that_lay_out_their_kv_differently_are_refused() -> None:

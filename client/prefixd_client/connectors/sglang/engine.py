@@ -46,6 +46,8 @@ class EngineFacts:
     revision: str | None
     download_dir: str | None
     load_format: str
+    other_weight_sources: tuple[str, ...]
+    """Names of the settings that are in effect and bring weights from elsewhere than the model's files."""
     config_fingerprint: str
     tokenizer: str
     kv_cache_dtype: str
@@ -76,6 +78,7 @@ class EngineFacts:
             revision=model.revision,
             download_dir=model.download_dir,
             load_format=str(model.load_format),
+            other_weight_sources=_other_weight_sources(model, execution),
             config_fingerprint=_config_fingerprint(config, model, execution),
             tokenizer=f"{arguments.tokenizer_path or model.model_path}@{model.revision or ''}",
             kv_cache_dtype=str(model.kv_cache_dtype),
@@ -87,6 +90,16 @@ class EngineFacts:
             is_multimodal=bool(config.is_multimodal),
             was_attached_at_start=runtime_context.get_memory().hicache_storage_backend is not None,
         )
+
+
+def _other_weight_sources(model: Any, execution: Any) -> tuple[str, ...]:
+    sources = {
+        "weight_cache_mode": model.weight_cache_mode != "off",
+        "modelopt_checkpoint_restore_path": model.modelopt_checkpoint_restore_path,
+        "modelopt_quant": model.modelopt_quant,
+        "kt_weight_path": execution.moe.kt_weight_path,
+    }
+    return tuple(name for name, is_in_effect in sources.items() if is_in_effect)
 
 
 def _config_fingerprint(config: Any, model: Any, execution: Any) -> str:

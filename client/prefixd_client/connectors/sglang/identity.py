@@ -22,6 +22,12 @@ from .versions import layout_version
 
 ENGINE_NAME = "sglang"
 SET_REVISION = 'add "weights_revision", a name of these weights, to --hicache-storage-backend-extra-config'
+FORMATS_OF_FILES = frozenset(
+    {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "gguf", "layered"}
+)
+"""Load formats whose weights are in the model's files and nowhere else. The others take them from a peer, a
+daemon or a store (remote_instance, remote, ipc_cache, runai_streamer), from files of other names (npcache,
+sharded_state, presharded, expert_pack, bitsandbytes with an adapter), or from nowhere (dummy)."""
 
 
 def namespace_spec(
@@ -74,8 +80,15 @@ def engine_weights(facts: EngineFacts, settings: Settings) -> str:
     """
     if settings.weights_revision:
         return f"revision:{settings.weights_revision}"
-    if facts.load_format == "dummy":
-        raise UnsupportedEngine("load_format dummy has no weight files to tell models apart", SET_REVISION)
+    if facts.load_format not in FORMATS_OF_FILES:
+        raise UnsupportedEngine(
+            f"the model's files do not tell what load_format {facts.load_format} has loaded", SET_REVISION
+        )
+    if facts.other_weight_sources:
+        raise UnsupportedEngine(
+            f"the model's files are not all that it has loaded: {', '.join(facts.other_weight_sources)}",
+            SET_REVISION,
+        )
     if not facts.was_attached_at_start:
         raise UnsupportedEngine(
             "the storage is attached to a running engine, whose weights may have been updated",

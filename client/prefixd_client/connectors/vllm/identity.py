@@ -28,6 +28,12 @@ from .versions import layout_version
 ENGINE_NAME = "vllm"
 NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Entries of a model configuration that no byte depends on, or that are added resolved."""
+FORMATS_OF_FILES = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt"}
+)
+"""Load formats whose weights are in the model's files and nowhere else. The others take them from a peer, a
+daemon or a store (modelexpress, ipc_cache, runai_streamer, tensorizer), from files of other names (npcache,
+sharded_state, gguf in parts, bitsandbytes with an adapter), from nowhere (dummy), or are a plugin's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def namespace_spec(
     return NamespaceSpec(
         model_id=settings.model_id or str(model.model),
         weights_fingerprint=weights,
-        model_config_fingerprint=model_config_fingerprint(model),
+        model_config_fingerprint=model_config_fingerprint(vllm_config),
         tokenizer_fingerprint=f"{model.tokenizer}@{model.tokenizer_revision or ''}",
         kv_dtype=kv_dtype,
         kv_layout=f"{kv_cache_layout};{facts.layout_name}",
@@ -111,14 +117,19 @@ def namespace_spec(
     )
 
 
-def model_config_fingerprint(model: Any) -> str:
-    """sha256 (hex) of the resolved configuration: RoPE, overrides, windows, quantisation, compute type."""
+def model_config_fingerprint(vllm_config: Any) -> str:
+    """sha256 (hex) of the resolved configuration: RoPE, overrides, windows, quantisation, compute type.
+
+    With the load format, which chooses among the files of a directory.
+    """
+    model = vllm_config.model_config
     resolved = {key: value for key, value in model.hf_config.to_dict().items() if key not in NAMES_ONLY}
     resolved["prefixd"] = {
         "computes_in": str(model.dtype),
         "quantization": str(model.quantization),
         "implementation": str(getattr(model, "model_impl", "")),
         "sliding_window": str(model.get_sliding_window()),
+        "load_format": str(vllm_config.load_config.load_format),
     }
     if (multimodal := model.multimodal_config) is not None:
         # A request's own options are in its hashes; the engine's are merged with them later.
@@ -134,13 +145,14 @@ def model_config_fingerprint(model: Any) -> str:
 def engine_weights(vllm_config: Any, settings: Settings) -> str:
     """Fingerprint of the base model's weights: the operator's word, else sha256 over the files.
 
-    Raises UnsupportedEngine when there are no files to read.
+    Raises UnsupportedEngine when the files do not tell what the engine computes with.
     """
     if settings.weights_revision:
         return f"revision:{settings.weights_revision}"
-    if vllm_config.load_config.load_format == "dummy":
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format not in FORMATS_OF_FILES:
         raise UnsupportedEngine(
-            "load_format dummy has no weight files to tell models apart",
+            f"the model's files do not tell what load_format {load_format} has loaded",
             "set kv_connector_extra_config.weights_revision to a name of these weights",
         )
     return weights_fingerprint(weight_files(vllm_config))
