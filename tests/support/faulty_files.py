@@ -59,6 +59,10 @@ class FaultyFiles(RealFiles):
         self._go_on.clear()
         self._holding = frozenset(calls)
 
+    def hold_no_more(self) -> None:
+        """What hangs does until go_on(); what comes now does not."""
+        self._holding = frozenset()
+
     def go_on(self) -> None:
         """Nothing hangs any more."""
         self._holding = frozenset()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefixd_server.index.frames import HEAD, Frame
 from prefixd_server.index.line import IndexUnavailable, Line, open_line
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass
@@ -21,6 +28,10 @@ class FaultyIndex:
     """So many commits become durable, and nobody hears of it: the process seems to have died."""
     cut_loads: int = 0
     """So many loads end after their first records."""
+    commits_go_on: asyncio.Event = field(default_factory=_set)
+    """While it is not set, commits hang."""
+    hangs: bool = False
+    """Whether one does."""
     opened: int = 0
     """Processes that were started."""
 
@@ -34,6 +45,10 @@ class FaultyIndex:
         async def faulty_ask(message: bytes) -> tuple[Frame, bytes]:
             self._refuse()
             _, kind = HEAD.unpack_from(message)
+            if kind == Frame.COMMIT:
+                self.hangs = not self.commits_go_on.is_set()
+                await self.commits_go_on.wait()
+                self.hangs = False
             answer = await ask(message)
             if kind == Frame.COMMIT and self.lost_answers:
                 self.lost_answers -= 1

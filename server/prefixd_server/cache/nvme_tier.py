@@ -8,7 +8,8 @@ record is durably gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -76,7 +77,8 @@ class NvmeTier:
         self._recorded_by = 0
         """How often the index had been started again by then."""
         self._disowned: list[tuple[Keys, Slots]] = []
-        self._departing = asyncio.Lock()
+        self._recording = asyncio.Lock()
+        """Held to change blocks' records: a put and a delete of one key come in the order of their causes."""
         self._assigning = asyncio.Lock()
         self.written_bytes = 0
         self.read_bytes = 0
@@ -182,12 +184,20 @@ class NvmeTier:
         ref = namespace.ref
         return space_identity(namespace.tenant, ref.fingerprint, ref.epoch, shard, kv_group)
 
-    async def put(self, namespace: Namespace, records: Records) -> None:
-        """Makes records durable, their namespace's first.
+    @asynccontextmanager
+    async def recording(self) -> AsyncIterator[None]:
+        """The turn to put() records, behind the deletes of all that has departed or was disowned.
 
-        A block that was dropped from here and comes again has the old record's delete before it.
+        What was put is to be published or disowned before anything else is awaited: whoever comes next
+        may have the same blocks in other slots, and the delete of ours must not come behind their put.
+        Raises IndexUnavailable, LimitReached.
         """
-        await self.flush_departures()
+        async with self._recording:
+            await self._delete_departed()
+            yield
+
+    async def put(self, namespace: Namespace, records: Records) -> None:
+        """Makes records durable, their namespace's first. Within recording()."""
         ref = namespace.ref
         name = (namespace.tenant, ref.fingerprint, ref.epoch)
         owners = []
@@ -217,24 +227,27 @@ class NvmeTier:
 
     async def flush_departures(self) -> None:
         """Deletes the records of dropped and disowned copies, durably; then their slots are free."""
-        async with self._departing:
-            while self.has_departures:
-                taken, self._state.catalog.departures = self._state.catalog.departures, []
-                disowned, self._disowned = self._disowned, []
-                failpoint("departures.begun")
-                keys = [self._keys(gone) for gone in taken] + [keys for keys, _ in disowned]
-                try:
-                    await self.delete(np.concatenate(keys))
-                except BaseException:
-                    self._state.catalog.departures = taken + self._state.catalog.departures
-                    self._disowned = disowned + self._disowned
-                    raise
-                failpoint("departures.deleted")
-                for gone in taken:
-                    self._state.apply(RecordsDeleted(gone.tier, gone.slots))
-                for _, slots in disowned:
-                    self._state.catalog.slots[Tier.NVME].free(slots)
-                failpoint("departures.freed")
+        async with self._recording:
+            await self._delete_departed()
+
+    async def _delete_departed(self) -> None:
+        while self.has_departures:
+            taken, self._state.catalog.departures = self._state.catalog.departures, []
+            disowned, self._disowned = self._disowned, []
+            failpoint("departures.begun")
+            keys = [self._keys(gone) for gone in taken] + [keys for keys, _ in disowned]
+            try:
+                await self.delete(np.concatenate(keys))
+            except BaseException:
+                self._state.catalog.departures = taken + self._state.catalog.departures
+                self._disowned = disowned + self._disowned
+                raise
+            failpoint("departures.deleted")
+            for gone in taken:
+                self._state.apply(RecordsDeleted(gone.tier, gone.slots))
+            for _, slots in disowned:
+                self._state.catalog.slots[Tier.NVME].free(slots)
+            failpoint("departures.freed")
 
     @property
     def has_departures(self) -> bool:

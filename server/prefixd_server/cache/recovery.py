@@ -164,7 +164,7 @@ class Recovery:
 
     def _was_dropped(self, namespace: Namespace) -> bool:
         """Whether the namespace was dropped since recovery began."""
-        return namespace not in self._state.catalog.namespaces.list(namespace.tenant)
+        return not self._state.catalog.namespaces.is_open(namespace)
 
     # -- one space -----------------------------------------------------------------------------
 

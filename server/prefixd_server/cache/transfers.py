@@ -156,35 +156,48 @@ class Transfers:
         self._state.apply(CopyStarted(Tier.NVME, rows, slots))
         self._state.apply(CopiesLeased(Tier.DRAM, dram))
         failpoint("demotion.begun")
-        recording = settled = False
+        in_doubt = 0
+        settled = False
         try:
             errand = Errand(Urgency.DEMOTION, Reason.WATERMARK)
             log.debug("demotion", reason=errand.reason.value, blocks=len(rows))
             copied = await self._copier.copy(batch, errand)
             self._nvme.written_bytes += copied.tried_count * slot_bytes
-            # A block that is bad in DRAM is not recorded, and what follows it would be an orphan.
-            count = leading(copied.good & (table.row[slots] >= 0))
-            if count == 0:
+            if self._to_record(namespace, copied, slots) == 0:
                 return 0, copied.tried_count
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             movers = self._state.movers_of(Tier.NVME)
             await movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
-            recording = True
-            await self._nvme.put(namespace, records[:count])
-            failpoint("demotion.recorded")
-            settled = True
-            published = self._settle(records, slots, count)
-            failpoint("demotion.published")
+            async with self._nvme.recording():
+                # All that it waited for took its time: what is still to be recorded?
+                in_doubt = count = self._to_record(namespace, copied, slots)
+                if count == 0:
+                    return 0, copied.tried_count
+                await self._nvme.put(namespace, records[:count])
+                failpoint("demotion.recorded")
+                settled = True
+                published = self._settle(records, slots, count)
+                failpoint("demotion.published")
         finally:
-            if recording and not settled:
-                # Whether the records are durable is not known: they are deleted before the slots are free.
-                self._state.apply(CopyDetached(Tier.NVME, slots))
-                self._nvme.disown(records, slots)
-            elif not settled:
-                self._state.apply(CopyAbandoned(Tier.NVME, slots))
+            if not settled:
+                if in_doubt:
+                    # Whether they are durable is not known: they are deleted before the slots are free.
+                    self._state.apply(CopyDetached(Tier.NVME, slots[:in_doubt]))
+                    self._nvme.disown(records[:in_doubt], slots[:in_doubt])
+                self._state.apply(CopyAbandoned(Tier.NVME, slots[in_doubt:]))
             self._state.apply(CopiesReleased(Tier.DRAM, dram))
         self._migration.count(Reason.WATERMARK, published, published * slot_bytes)
         return published, copied.tried_count
+
+    def _to_record(self, namespace: Namespace, copied: Copied, slots: Slots) -> int:
+        """The leading blocks that were copied and are still known; none once their namespace was dropped.
+
+        A block that is bad in DRAM is not recorded, and what follows it would be an orphan. Another epoch
+        of the namespace has its record in the place of this one's.
+        """
+        if not self._state.catalog.namespaces.is_open(namespace):
+            return 0
+        return leading(copied.good & (self._state.catalog.slots[Tier.NVME].row[slots] >= 0))
 
     def _settle(self, records: Records, slots: Slots, count: int) -> int:
         """Durable copies become visible; those whose blocks were forgotten meanwhile are deleted again."""

@@ -105,6 +105,10 @@ class Namespaces:
             value=ref.fingerprint.hex(),
         )
 
+    def is_open(self, namespace: Namespace) -> bool:
+        """Whether it was not dropped."""
+        return self._by_name.get((namespace.tenant, namespace.ref.fingerprint)) is namespace
+
     def drop(self, namespace: Namespace, new_epoch: int) -> list[int]:
         """Forgets the namespace and raises its epoch; its former spaces are returned."""
         name = (namespace.tenant, namespace.ref.fingerprint)
