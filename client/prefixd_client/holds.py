@@ -9,6 +9,7 @@ a time uses a lease; renewals come from another.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from .session import Session
 from .values import Committed, Extent, ReserveOutcome
 
 
-class Lease:
+class Lease(ABC):
     """What read and write leases share.
 
     Attributes:
@@ -65,9 +66,10 @@ class Lease:
         """Ends it with its client, when nobody copies any more; for the keeper."""
         self._end(self._ending())
 
+    @abstractmethod
     def _ending(self) -> wire.LeaseRelease | Abort:
         """What the daemon is told when this process has no more use for it."""
-        raise NotImplementedError
+        ...
 
     def _end(self, ending: wire.LeaseRelease | Abort) -> None:
         """Has the daemon told, off the caller's way. Again does nothing."""

@@ -1,4 +1,4 @@
-"""A demotion that ends late: its blocks were forgotten and stored again, or dropped by their name, meanwhile."""
+"""A demotion that ends late: its blocks were forgotten and stored again, or dropped by name, meanwhile."""
 
 from __future__ import annotations
 

@@ -244,6 +244,7 @@ class Administration:
         self._room.discard(catalog.namespaces.drop(namespace, new_epoch))
         await self._save_epochs()
         failpoint("drop.durable")
+        await asyncio.sleep(0)  # forgetting it was a step of its own
         await self._end_reads(namespace)
         return new_epoch, blocks
 

@@ -62,8 +62,8 @@ def updates(engine_configuration: None, process_group: Any, served: Model) -> An
     from sglang.srt.managers.scheduler_components.weight_updater import (  # noqa: PLC0415 - needs SGLang
         SchedulerWeightUpdaterManager,
     )
-    from sglang.srt.model_executor.model_runner_components.weight_updater import (  # noqa: PLC0415
-        WeightUpdater,
+    from sglang.srt.model_executor.model_runner_components import (  # noqa: PLC0415 - needs SGLang
+        weight_updater,
     )
     from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - needs SGLang
 
@@ -72,7 +72,7 @@ def updates(engine_configuration: None, process_group: Any, served: Model) -> An
             self.tp_cpu_group = process_group
 
     runner = SimpleNamespace(
-        weight_updater=WeightUpdater(
+        weight_updater=weight_updater.WeightUpdater(
             tp_rank=0,
             device="cpu",
             gpu_id=0,

@@ -94,14 +94,15 @@ def test_engines_that_write_other_bytes_are_kept_apart(model, changes) -> None:
 
 
 def test_how_an_engine_looks_at_images_is_part_of_it(model) -> None:
-    config = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True).create_model_config()
-    text = model_config_fingerprint(config)
-    config.multimodal_config = MultiModalConfig()
+    config = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    text, engine_model = model_config_fingerprint(config), config.model_config
+    engine_model.multimodal_config = MultiModalConfig()
     ways = [model_config_fingerprint(config)]
     for changes in ({"mm_processor_kwargs": {"fps": 2}}, {"media_io_kwargs": {"video": {"num_frames": 8}}}):
-        config.multimodal_config = MultiModalConfig(**changes)
+        engine_model.multimodal_config = MultiModalConfig(**changes)
         ways.append(model_config_fingerprint(config))
-    config.multimodal_config, config.hf_image_processor_config = MultiModalConfig(), {"do_normalize": False}
+    engine_model.multimodal_config = MultiModalConfig()
+    engine_model.hf_image_processor_config = {"do_normalize": False}
     ways.append(model_config_fingerprint(config))
     assert len({text, *ways}) == 5
 
