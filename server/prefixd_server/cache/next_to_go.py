@@ -138,7 +138,7 @@ class NextToGo:
         if self._chooser is not self._state.policy:
             self._chooser = self._state.policy
             for other in list(self._lines):
-                self._clear(other)
+                self.clear(other)
         self.sweep(pool, SWEEP_COUNT_MAX)
         line = self._lines.setdefault(pool, {})
         short = block_count - self.block_count(pool)
@@ -160,6 +160,14 @@ class NextToGo:
                 line[entry.node] = line.pop(entry.node)
             else:
                 self._leave(pool, entry)
+
+    def clear(self, pool: int) -> None:
+        """Nothing of the pool stands in line any more."""
+        self._unstored.pop(pool, None)
+        self._reached.pop(pool, None)
+        for entry in self._lines.pop(pool, {}).values():
+            self._in_line[entry.node] = False
+        self._block_counts.pop(pool, None)
 
     def _victims(self, pool: int, block_count: int) -> Victims:
         evictable = self._state.catalog.evictable(Tier.DRAM)
@@ -325,9 +333,3 @@ class NextToGo:
         del self._lines[pool][entry.node]
         self._in_line[entry.node] = False
         self._block_counts[pool] -= entry.count
-
-    def _clear(self, pool: int) -> None:
-        self._unstored.pop(pool, None)
-        self._reached.pop(pool, None)
-        for entry in list(self._lines[pool].values()):
-            self._leave(pool, entry)

@@ -13,7 +13,7 @@ import asyncio
 
 from prefixd_server.base.types import Rows, Tier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
-from prefixd_server.cache.next_to_go import SWEEP_COUNT_MAX, NextToGo
+from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.nvme_tier import NvmeTier
 from prefixd_server.cache.prefetching import Prefetching
 from prefixd_server.cache.state import State
@@ -108,8 +108,9 @@ class Scheduler:
         table = catalog.slots[Tier.DRAM]
         wanted = demotion_count(table.slot_count(pool), table.free_count(pool), self._marks)
         if wanted <= 0:
-            # What left memory otherwise, with its namespace say, leaves the line too: its nodes serve others.
-            self._next_to_go.sweep(pool, SWEEP_COUNT_MAX)
+            if table.free_count(pool) == table.slot_count(pool):
+                # What was dropped with its namespace leaves the line, too: its nodes come to serve others.
+                self._next_to_go.clear(pool)
             return []
         self._next_to_go.choose(pool, wanted)
         return self._next_to_go.plan(
