@@ -290,6 +290,23 @@ async def test_a_death_that_does_not_matter_is_not_watched_for(
     end_child(child)
 
 
+async def test_a_process_that_comes_again_is_watched_once(
+    companion: Companion, cache: FakeCache, path: Path
+) -> None:
+    cache.sessions[OTHER] = "a"
+    cache.quarantined.add(SESSION)
+    first = await attached(path)
+    first.close()
+    await until(lambda: "lost" in cache.names(SESSION))
+    assert companion.watched_count == 1
+    del cache.sessions[SESSION]  # as the sessions do when the process attaches anew and nothing is in doubt
+    second = await attached(path, OTHER)
+    assert companion.watched_count == 1
+    second.close()
+    await until(lambda: "lost" in cache.names(OTHER))
+    assert companion.watched_count == 0
+
+
 async def test_a_stopped_process_is_not_dead(companion: Companion, cache: FakeCache, path: Path) -> None:
     cache.quarantined.add(SESSION)
     child = await start_child(path, "stay")

@@ -190,6 +190,10 @@ class Companion:
         self._attached[session_id] = connection
         if pidfd is not None:
             self._deaths.watch(session_id, pidfd)
+        # The process's earlier sessions may be forgotten with this one: nobody waits for their death.
+        for name in self._deaths.names():
+            if name not in self._attached and not self._companions.is_remembered(name):
+                self._deaths.forget(name)
 
     def segment_fd(self, session_id: bytes, segment_id: int) -> tuple[int, int]:
         """A segment for a session that is still known. Raises NotFound."""

@@ -77,6 +77,10 @@ class DeathWatch:
     def __len__(self) -> int:
         return len(self._pidfds)
 
+    def names(self) -> list[bytes]:
+        """All that are watched."""
+        return list(self._pidfds)
+
     def watch(self, name: bytes, pidfd: int) -> None:
         """Watches a process under a name; takes the pidfd over."""
         self.forget(name)
