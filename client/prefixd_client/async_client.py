@@ -25,7 +25,7 @@ from .client import start_control, stop_control
 from .control import Control, log
 from .failures import failure_of
 from .namespace import NamespaceSpec
-from .operations import Call, Operations, failed, succeeded
+from .operations import Call, Operations, failed, succeeded, unread
 from .options import ClientOptions
 from .session import Session
 from .values import ClientStatus, PrefetchStatus, PutResult, RunHits, UsageReport
@@ -126,10 +126,11 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 return failed(control, call, failure_of(error, call.method))
             except asyncio.CancelledError:
+                miss = unread(control, call)
                 if waiting.is_callers():
                     raise
-                return call.miss
-        return succeeded(call, answer, sent_at)
+                return miss
+        return succeeded(control, call, answer, sent_at)
 
 
 class _Waiting:

@@ -27,7 +27,7 @@ from .failures import failure_of
 from .keeper import Keeper
 from .leases import ReadLease, WriteLease
 from .namespace import NamespaceSpec
-from .operations import Call, Operations, failed, succeeded
+from .operations import Call, Operations, failed, succeeded, unread
 from .options import ClientOptions
 from .session import Session
 from .values import ClientStatus, PrefetchStatus, PutResult, RunHits, UsageReport
@@ -142,16 +142,16 @@ class Client:
         ticket = control.breaker.enter(future.cancel)
         if ticket < 0:
             future.cancel()
-            return call.miss
+            return unread(control, call)
         try:
             answer = future.result()
         except grpc.FutureCancelledError:
-            return call.miss
+            return unread(control, call)
         except grpc.RpcError as error:
             return failed(control, call, failure_of(error, call.method))
         finally:
             control.breaker.leave(ticket)
-        return succeeded(call, answer, sent_at)
+        return succeeded(control, call, answer, sent_at)
 
 
 class Namespace:

@@ -6,6 +6,7 @@ without a session is answered by its miss, without asking anybody.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,10 +20,13 @@ from .control import Control, log
 from .errors import InvalidArgument
 from .failures import Failure
 from .namespace import NamespaceSpec
+from .outbox import Abort
 from .session import Session
 from .values import DeclineReason, Extent, PrefetchStatus, ReserveOutcome, RunHits, Tier
 
 T = TypeVar("T")
+
+TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Call(Generic[T]):
         miss: the value when the daemon is away or does not serve.
         session: to send it in; None: do not send, it is a miss.
         spec: the namespace concerned; opened anew when the daemon does not know it.
+        ending: gives up what the daemon may have granted in an answer that nobody reads.
     """
 
     method: str
@@ -46,6 +51,7 @@ class Call(Generic[T]):
     miss: T
     session: Session | None
     spec: NamespaceSpec
+    ending: Abort | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +77,27 @@ class WriteGrant:
     extents: tuple[Extent, ...]
 
 
-def succeeded(call: Call[T], answer: Any, sent_at: float) -> T:
+def succeeded(control: Control, call: Call[T], answer: Any, sent_at: float) -> T:
     """The value of an answer; a miss when it makes no sense."""
     try:
         return call.read(answer, sent_at)
     except AnswerRejected as error:
         log.warning("the answer of %s was rejected: %s", call.method, error)
-        return call.miss
+        return unread(control, call)
 
 
 def failed(control: Control, call: Call[T], failure: Failure) -> T:
     """Does what the failure calls for; the miss. Raises DaemonRefused for the caller's bugs."""
     if call.session is not None:
         control.follow(failure, call.session, call.spec)
+    return call.miss if failure.reason else unread(control, call)
+
+
+def unread(control: Control, call: Call[T]) -> T:
+    """The miss of a call that was sent and whose answer nobody has read: what it was given is given up."""
+    if call.session is not None and call.ending is not None and not control.is_closed:
+        control.outbox.end_lease(call.session.boot_id, call.ending)
+        control.wake.set()
     return call.miss
 
 
@@ -274,6 +288,7 @@ class Operations:
         if parent_hash:
             calls.checked_hashes([parent_hash], self._spec, "parent_hash")
         block_bytes = calls.block_bytes_of(self._spec, shard, kv_group)
+        token = secrets.token_bytes(TOKEN_BYTES)
         request = wire.ReserveRequest(
             session_id=b"" if session is None else session.session_id,
             namespace=ref,
@@ -284,6 +299,7 @@ class Operations:
             ttl=calls.duration(ttl_s),
             recompute_cost=calls.duration(recompute_cost_s),
             wanted_tier=types_pb2.TIER_HBM if in_hbm else types_pb2.TIER_UNSPECIFIED,
+            token=token,
         )
 
         def read(answer: wire.ReserveResponse, sent_at: float) -> WriteGrant | None:
@@ -305,7 +321,16 @@ class Operations:
 
         can_map = session is not None and session.segments is not None
         timeout = self._options.write_timeout_s
-        return Call("Reserve", request, timeout, read, None, session if can_map and run else None, self._spec)
+        return Call(
+            "Reserve",
+            request,
+            timeout,
+            read,
+            None,
+            session if can_map and run else None,
+            self._spec,
+            Abort(token),
+        )
 
     def _check_covered(
         self, extents: dict[tuple[int, int], tuple[Extent, ...]], shard: int, first: int, last: int

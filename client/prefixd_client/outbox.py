@@ -26,7 +26,7 @@ REPORTS_MAX = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A write lease to give up: nobody in this process writes to its slots any more."""
+    """A write lease to give up, if there is one: nobody in this process writes to its slots."""
 
     token: bytes
 

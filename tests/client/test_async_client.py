@@ -97,6 +97,19 @@ async def test_a_cancelled_store_gives_its_blocks_up(daemon) -> None:
         held.set()
 
 
+async def test_a_reserve_whose_caller_was_cancelled_is_given_up(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        held = daemon.hold("Reserve")
+        task = asyncio.create_task(namespace.reserve(RUN))
+        reserve = await asyncio.to_thread(daemon.wait_asked, "Reserve")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await asyncio.to_thread(daemon.wait_asked, "Abort")).token == reserve.token
+        held.set()
+
+
 async def cancelled_again_and_again(held: HeldCopies) -> None:
     """Cancels every other task while a copy is under way: as scopes do that insist, and asyncio.run() at its
     end."""

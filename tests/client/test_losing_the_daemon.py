@@ -55,6 +55,20 @@ def test_the_first_timeout_fails_every_waiting_call_at_once(daemon) -> None:
             event.set()
 
 
+def test_reserves_that_the_breaker_cut_short_are_given_up(daemon) -> None:
+    """The daemon may have granted them: nobody else would ever tell it that nothing is written there."""
+    with Client(daemon.path, options=HASTY) as client, ThreadPoolExecutor(2) as pool:
+        namespace = client.namespace(spec())
+        held = daemon.hold("Reserve")
+        waiting = [pool.submit(namespace.reserve, run_of(2, name)) for name in ("one", "two")]
+        reserves = [daemon.wait_asked("Reserve", count) for count in (1, 2)]
+        client.control.open_breaker("a lookup's deadline has passed")
+        assert [call.result(20) for call in waiting] == [None, None]
+        aborts = [daemon.wait_asked("Abort", count) for count in (1, 2)]
+        held.set()
+        assert {abort.token for abort in aborts} == {reserve.token for reserve in reserves}
+
+
 def test_while_the_breaker_is_open_nothing_is_asked(daemon) -> None:
     with Client(daemon.path, options=HASTY) as client:
         namespace = client.namespace(spec())

@@ -172,7 +172,7 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
         )
 
     def _reserve(self, request: wire.ReserveRequest) -> wire.ReserveResponse:
-        token, entries, answer = secrets.token_bytes(16), [], wire.ReserveResponse()
+        token, entries, answer = request.token or secrets.token_bytes(16), [], wire.ReserveResponse()
         for index, key in enumerate(request.block_hashes):
             new = key not in self.blocks
             outcome = types_pb2.RESERVE_OUTCOME_RESERVED if new else types_pb2.RESERVE_OUTCOME_PRESENT

@@ -194,6 +194,28 @@ async def test_committing_what_was_not_reserved_is_refused(scene: Scene) -> None
     await give_back(scene, written=reserved.lease.token)
 
 
+async def test_a_token_that_the_caller_chose_names_its_lease_alone(scene: Scene) -> None:
+    session, token = {"session_id": scene.engine.session_id}, bytes(range(16))
+    reserve = session | {"namespace": scene.ref, "block_hashes": HASHES[:1], "token": token}
+    short = await scene.engine.refused("Reserve", **(reserve | {"token": b"short"}))
+    assert (short.code, short.reason) == (Code.INVALID_ARGUMENT, "FIELD_INVALID")
+    assert (await scene.engine.call("Reserve", **reserve)).lease.token == token
+    again = await scene.engine.refused("Reserve", **(reserve | {"block_hashes": HASHES[:2]}))
+    assert (again.code, again.reason) == (Code.FAILED_PRECONDITION, "LEASE_TOKEN_USED")
+    assert (await scene.engine.call("Abort", token=token, **session)).freed_slot_count == 1
+    await give_back(scene)
+
+
+async def test_an_abort_that_overtakes_its_reserve_wins(scene: Scene) -> None:
+    session, token = {"session_id": scene.engine.session_id}, bytes(range(16))
+    assert (await scene.engine.call("Abort", token=token, **session)).freed_slot_count == 0
+    late = await scene.engine.refused(
+        "Reserve", namespace=scene.ref, block_hashes=HASHES, token=token, **session
+    )
+    assert (late.code, late.reason) == (Code.FAILED_PRECONDITION, "LEASE_TOKEN_USED")
+    await give_back(scene)
+
+
 async def test_a_commit_without_checksums_is_refused(scene: Scene) -> None:
     reserved = await scene.engine.reserve(scene.ref, HASHES[:1])
     refusal = await scene.engine.refused(

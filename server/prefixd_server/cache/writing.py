@@ -75,6 +75,7 @@ class Writing:
         ttl_s: float | None,
         recompute_cost_s: float | None = None,
         wanted: Tier = Tier.DRAM,
+        token: bytes = b"",
     ) -> Turns[Reserved]:
         """Slots for the blocks of a run that are not kept yet; outcomes for all of them.
 
@@ -84,12 +85,14 @@ class Writing:
         Args:
             recompute_cost_s: the engine's hint of what recomputing the whole run would cost.
             wanted: HBM for slots there, when there is room for all and the session can write to them.
+            token: the lease's, as its caller has chosen it; empty: a random one.
         """
         if len(hashes) > BLOCKS_AT_ONCE:
             yield  # To read so many was a step of its own.
         self._state.refuse_when_draining()
         session = self._sessions.writer(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
+        self._state.leases.refuse_used(tenant, token)
         if recompute_cost_s is not None:
             first = self._depth_below(namespace, shard, kv_group, parent) * namespace.spec.block_tokens
             tokens = len(hashes) * namespace.spec.block_tokens
@@ -103,10 +106,10 @@ class Writing:
                 if lease is not None:
                     lease.slots = admitted.slots
                 elif len(admitted.slots):
-                    lease = self._lease(session, namespace, shard, kv_group, admitted, ttl)
+                    lease = self._lease(session, namespace, shard, kv_group, admitted, ttl, token)
                 if len(admitted.known) + len(admitted.slots) + admitted.declined_count < len(hashes):
                     yield
-                    self._go_on(lease, namespace)
+                    self._go_on(lease, namespace, token)
         except BaseException:
             if lease is not None and self._state.leases.writes.get(lease.token) is lease:
                 self._endings.abort(lease)
@@ -121,10 +124,12 @@ class Writing:
             LeaseGrant(lease.token, ttl), outcomes, extents, admitted.reason, admitted.retry_after_s, segments
         )
 
-    def _go_on(self, lease: WriteLease | None, namespace: Namespace) -> None:
+    def _go_on(self, lease: WriteLease | None, namespace: Namespace, token: bytes) -> None:
         """Others have had a turn: raises what ends the call."""
         self._state.catalog.namespaces.get(namespace.tenant, namespace.ref)
-        if lease is not None and (lease.quarantined or lease.token not in self._state.leases.writes):
+        if lease is None:
+            self._state.leases.refuse_used(namespace.tenant, token)
+        elif lease.quarantined or lease.token not in self._state.leases.writes:
             raise lease_unknown(lease.token)
 
     def commit(
@@ -159,11 +164,16 @@ class Writing:
         return Committed(visible, waiting, effect.dropped_count)
 
     def abort(self, tenant: str, session_id: bytes, token: bytes) -> Turns[int]:
-        """The writer vouches that it has stopped. Slots freed; 0 when the lease has ended already."""
+        """The writer vouches that it has stopped. Slots freed; 0 when the lease has ended, or is yet to come.
+
+        A Reserve that chose this token and has not begun is refused when it does.
+        """
         freed = 0
         while True:
             session = self._sessions.get(tenant, session_id)
             if token not in self._state.leases.writes:
+                if freed == 0:
+                    self._state.leases.forestall(tenant, token)
                 return freed
             lease = self._state.leases.write(token, tenant, session.instance_id, session.pid)
             freed += self._endings.abort(lease, ABORTED_AT_ONCE)
@@ -343,9 +353,10 @@ class Writing:
         kv_group: int,
         admitted: Admitted,
         ttl_s: float,
+        token: bytes,
     ) -> WriteLease:
         lease = WriteLease(
-            token=secrets.token_bytes(TOKEN_BYTES),
+            token=token or secrets.token_bytes(TOKEN_BYTES),
             tenant=session.tenant,
             instance_id=session.instance_id,
             session_id=session.session_id,

@@ -13,11 +13,13 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prefixd_server.base.errors import NotFound
+from prefixd_server.base.errors import NotFound, StateConflict
 from prefixd_server.base.types import Slots, Tier
 from prefixd_server.catalog.namespaces import Namespace
 
 TOKEN_BYTES = 16
+FORESTALLED_COUNT_MAX = 4096
+"""Tokens per tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class LeaseTable:
     reads: dict[bytes, ReadLease] = field(default_factory=dict)
     writes: dict[bytes, WriteLease] = field(default_factory=dict)
     orphans: dict[bytes, ReadLease] = field(default_factory=dict)
+    forestalled: dict[str, dict[bytes, None]] = field(default_factory=dict)
+    """By tenant, the last unknown tokens that were to be ended, oldest first: their calls may yet come."""
     _expiries: list[tuple[float, bytes]] = field(default_factory=list)
 
     def add(self, lease: ReadLease | WriteLease) -> None:
@@ -102,6 +106,25 @@ class LeaseTable:
         else:
             self.writes[lease.token] = lease
         heapq.heappush(self._expiries, (lease.expires_at, lease.token))
+
+    def forestall(self, tenant: str, token: bytes) -> None:
+        """The end of an unknown lease: a call that would begin it is refused from now on."""
+        tokens = self.forestalled.setdefault(tenant, {})
+        tokens[token] = None
+        if len(tokens) > FORESTALLED_COUNT_MAX:
+            del tokens[next(iter(tokens))]
+
+    def refuse_used(self, tenant: str, token: bytes) -> None:
+        """Whether a caller may choose this token. Raises StateConflict LEASE_TOKEN_USED."""
+        known = token in self.reads or token in self.writes or token in self.orphans
+        if known or token in self.forestalled.get(tenant, ()):
+            raise StateConflict(
+                "LEASE_TOKEN_USED",
+                f"token {token[:4].hex()}... names a lease, or one that its caller has ended before it "
+                "began; choose 16 random bytes for each call, or leave it empty",
+                field="token",
+                value=token[:4].hex(),
+            )
 
     def read(self, token: bytes, tenant: str, instance_id: str) -> ReadLease:
         """The instance's live read lease. Raises NotFound LEASE_UNKNOWN, also for another's."""

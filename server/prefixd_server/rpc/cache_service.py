@@ -120,6 +120,7 @@ class CacheService:
             checks.span_s(request, "ttl"),
             checks.span_s(request, "recompute_cost", allow_zero=True),
             requests.wanted_tier(request.wanted_tier),
+            requests.chosen_token(request.token),
         )
         return answers.reserved(reserved, self._cache.boot_id)
 

@@ -127,6 +127,11 @@ def token(value: bytes) -> bytes:
     return checks.exactly("token", value, checks.ID_BYTES)
 
 
+def chosen_token(value: bytes) -> bytes:
+    """The token that a caller has chosen for its lease; empty: the daemon is to choose."""
+    return token(value) if value else b""
+
+
 def shard(value: int, spec: NamespaceSpec) -> int:
     """A shard of the namespace. Raises InvalidRequest SHARD_OUT_OF_RANGE."""
     if value >= spec.shard_count:
