@@ -55,7 +55,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "releases.shards": Limit(16_384),
         "releases.bad_blocks": Limit(16_384),
     },
-    "Reserve": SESSION | RUN | {"parent_hash": HASH},
+    "Reserve": SESSION | RUN | TOKEN | {"parent_hash": HASH},
     "Commit": SESSION | TOKEN | {"checksums": Limit(16_384)},
     "Abort": SESSION | TOKEN,
     "Put": {
