@@ -22,7 +22,7 @@ from .errors import CallerError, ClientClosed, DaemonRefused, ForkedError
 from .failures import Failure, Verdict
 from .namespace import NamespaceSpec
 from .options import ClientOptions
-from .outbox import Outbox
+from .outbox import Abort, Outbox
 from .session import Beat, Session
 from .statistics import Statistics
 from .values import ClientStatus
@@ -204,6 +204,13 @@ class Control:
         """See session.Listener."""
         if session is self.session:
             self.open_breaker("the daemon drains")
+
+    # -- endings -----------------------------------------------------------------------------------------
+
+    def end_lease(self, boot_id: bytes, ending: wire.LeaseRelease | Abort) -> None:
+        """Has the daemon told that a lease is over, off the caller's way."""
+        self.outbox.end_lease(boot_id, ending)
+        self.wake.set()
 
     # -- status ------------------------------------------------------------------------------------------
 

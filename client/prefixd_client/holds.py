@@ -75,8 +75,7 @@ class Lease(ABC):
         """Has the daemon told, off the caller's way. Again does nothing."""
         if self.is_held:
             self.is_held = False
-            self._control.outbox.end_lease(self.session.boot_id, ending)
-            self._control.wake.set()
+            self._control.end_lease(self.session.boot_id, ending)
 
     def __del__(self) -> None:
         if self.is_held:

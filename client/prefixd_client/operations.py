@@ -96,8 +96,7 @@ def failed(control: Control, call: Call[T], failure: Failure) -> T:
 def unread(control: Control, call: Call[T]) -> T:
     """The miss of a call that was sent and whose answer nobody has read: what it was given is given up."""
     if call.session is not None and call.ending is not None and not control.is_closed:
-        control.outbox.end_lease(call.session.boot_id, call.ending)
-        control.wake.set()
+        control.end_lease(call.session.boot_id, call.ending)
     return call.miss
 
 

@@ -65,13 +65,12 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.from_extra_config(transfer.kv_connector_extra_config or {})
-        if uses_blocks_early(vllm_config):
-            if not self._settings.async_load:
-                _LOG.warning(
-                    "prefixd: async_load = false is ignored; it needs --no-enable-prefix-caching and "
-                    "--no-async-scheduling, without pipeline parallelism"
-                )
-            self._settings = self._settings.where_blocks_are_used_early()
+        if not self._settings.async_load and uses_blocks_early(vllm_config):
+            _LOG.warning(
+                "prefixd: async_load = false is ignored; it needs --no-enable-prefix-caching and "
+                "--no-async-scheduling, without pipeline parallelism"
+            )
+            self._settings = replace(self._settings, async_load=True)
         self._plan = ShardPlan.of(vllm_config)
         device_uuid = "" if role == KVConnectorRole.SCHEDULER else worker_device(self._settings)
         self._client = self._connected(self._settings.client_options(device_uuid))

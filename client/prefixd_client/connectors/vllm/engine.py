@@ -26,8 +26,13 @@ def worker_device(settings: Settings) -> str:
 
 
 def uses_blocks_early(vllm_config: Any) -> bool:
-    """Whether a block loaded within a step may be used before that step is over: by another request, through
-    vLLM's own prefix cache, or by a step that is scheduled meanwhile."""
+    """Whether vLLM uses a block that is loaded within a step before it is known to be right.
+
+    As seen in 0.32: its own prefix cache lets other requests hit such a block. When it is not right, the
+    request that loaded it is to compute it; an abort or a preemption before that leaves it in the cache, and
+    others read bytes that are not theirs. And where a step is scheduled while the one before is under way
+    (asynchronous scheduling, pipelines), it has read the block and its token is kept.
+    """
     return bool(vllm_config.cache_config.enable_prefix_caching) or int(vllm_config.max_concurrent_batches) > 1
 
 

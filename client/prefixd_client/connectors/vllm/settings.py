@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine_settings import EngineSettings
@@ -33,16 +33,6 @@ class Settings(EngineSettings):
     device_uuids: str = ""
     """GPUs of this engine's workers on this node, as nvidia-smi -L prints them, by commas in the order of
     their local ranks. Empty: as torch names them."""
-
-    def where_blocks_are_used_early(self) -> Settings:
-        """What holds where vLLM uses a block that is loaded within a step before it is known to be right.
-
-        As seen in 0.32: its own prefix cache lets other requests hit such a block. When it is not right, the
-        request that loaded it is to compute it; an abort or a preemption before that leaves it in the cache,
-        and others read bytes that are not theirs. And where a step is scheduled while the one before is
-        under way (asynchronous scheduling, pipelines), it has read the block and its token is kept.
-        """
-        return replace(self, async_load=True)
 
     def device_of(self, local_rank: int) -> str:
         """The worker's entry of device_uuids; empty when there are none. Raises UnsupportedEngine."""
