@@ -326,6 +326,7 @@ class Harness:
             self._forward(worker, output, bad)
             side.start_loads(jobs)
         side.start_saves(jobs)
+        side.give_way(jobs)
         sent_since, received_since = side.finished()
         return KVConnectorOutput(
             finished_sending=(sent | sent_since) or None,

@@ -109,6 +109,24 @@ def test_a_load_that_ended_gives_the_lease_back(side, cache) -> None:
     assert cache.lease.released.is_set()
 
 
+def test_a_step_waits_while_it_has_no_tokens_and_requests_wait_for_the_cache(side, cache) -> None:
+    def is_waiting(*names: str) -> bool:
+        return side.build(scheduled(*names)).is_waiting
+
+    asked = request()
+    assert not is_waiting()
+    cache.may_answer.clear()
+    side.matched_tokens(asked, 0)
+    assert (is_waiting(), is_waiting("another")) == (True, False)
+    cache.may_answer.set()
+    answered(side, asked)
+    assert not is_waiting()
+    side.allocated(asked, range(50), 10 * TOKENS)
+    assert (is_waiting(), is_waiting("another")) == (True, False)
+    side.outcomes(StepOutcomes(loaded={side._tracked["r"].load_job_id: (1, 10)}), set())
+    assert not is_waiting()
+
+
 def test_a_request_whose_load_failed_is_computed_and_saved_from_its_root(side, cache) -> None:
     asked = request()
     answered(side, asked)

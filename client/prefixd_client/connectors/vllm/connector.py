@@ -244,6 +244,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         finished_req_ids: set[str],  # noqa: ARG002 - vLLM's signature; held requests come with the jobs
     ) -> tuple[set[str] | None, set[str] | None]:
         """(requests whose blocks may be freed, requests whose blocks are loaded)."""
+        self._hands.give_way(self._jobs)
         sent, received = self._hands.finished()
         return sent or None, received or None
 

@@ -66,6 +66,7 @@ class Loads:
         self._tallies = tallies
         self._lock = threading.Lock()
         self._results = LoadResults()
+        self._has_ended = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixd-load")
 
     def start(self, job: LoadJob) -> None:
@@ -80,7 +81,12 @@ class Loads:
         """What ended since the last call."""
         with self._lock:
             results, self._results = self._results, LoadResults()
+            self._has_ended.clear()
         return results
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when there is something to take, after timeout_s at the latest."""
+        self._has_ended.wait(timeout_s)
 
     def close(self) -> None:
         """Waits for the load under way; the others are dropped."""
@@ -108,6 +114,7 @@ class Loads:
                 self._results.bad.update(job.block_ids[good:])
                 if not job.in_step:
                     self._results.done.add(job.request_id)
+                self._has_ended.set()
 
     def _copy(self, job: LoadJob) -> int:
         """Leading blocks that came out right."""

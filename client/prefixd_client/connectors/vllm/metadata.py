@@ -22,13 +22,15 @@ class StepJobs(KVConnectorMetadata):
     """Scheduler to workers, with every step.
 
     fences: saves whose source blocks this step gives away; they must be over, or never read again, before
-    the step touches memory. held_requests: finished requests whose blocks wait for their saves.
+    the step touches memory. held_requests: finished requests whose blocks wait for their saves. is_waiting:
+    the step computes nothing, and requests wait for the cache.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     fences: frozenset[int] = frozenset()
     held_requests: frozenset[str] = frozenset()
+    is_waiting: bool = False
 
 
 @dataclass

@@ -24,6 +24,9 @@ from .settings import Settings
 from .tallies import Tallies
 
 _LOG = logging.getLogger(__name__)
+GIVE_WAY_S = 0.001
+"""As long as vLLM's own engine process sleeps after a step that computed nothing. An engine in its caller's
+process does not sleep: it would take the interpreter's lock from every copy, for 5 ms at a time."""
 
 
 class WorkerSide:
@@ -36,6 +39,7 @@ class WorkerSide:
         shard: the worker's.
         writes: whether this rank is the one that writes the shard.
         copies: how the KV cache is copied; for each of two threads.
+        give_way_s: longest pause of a step that only waits for the cache.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class WorkerSide:
         *,
         writes: bool,
         copies: Callable[[KvMemory], KvCopies] = open_copies,
+        give_way_s: float = GIVE_WAY_S,
     ) -> None:
         self._client = client
         self._settings = settings
@@ -54,6 +59,7 @@ class WorkerSide:
         self._shard = shard
         self._writes = writes
         self._open_copies = copies
+        self._give_way_s = give_way_s
         self._namespaces = Namespaces(client)
         self._loads: Loads | None = None
         self._saves: Saves | None = None
@@ -109,6 +115,11 @@ class WorkerSide:
             for job in jobs.saves:
                 self._saves.start(job)
             self._saves.hold(jobs.held_requests)
+
+    def give_way(self, jobs: StepJobs) -> None:
+        """In a step that only waits for the cache: lets the other threads work, until a load has ended."""
+        if jobs.is_waiting and self._loads is not None:
+            self._loads.wait(self._give_way_s)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(held requests whose saves are over, requests whose loads are over). Blocks that went wrong with
