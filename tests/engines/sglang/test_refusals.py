@@ -164,16 +164,18 @@ def test_adapters_are_told_by_their_content(tmp_path) -> None:
 def test_settings_of_the_model_and_the_kernels_are_in_its_fingerprint(facts: EngineFacts) -> None:
     from sglang.srt import runtime_context  # noqa: PLC0415 - needs SGLang
 
-    model, kernel = runtime_context.get_model(), runtime_context.get_exec().kernel
+    model, execution = runtime_context.get_model(), runtime_context.get_exec()
     changed = []
     for group, change in [
         (model, {"json_model_override_args": '{"rope_scaling": {"factor": 2.0}}'}),
         (model, {"quantization": "fp8"}),
         (model, {"context_length": 512}),
-        (kernel, {"bf16_gemm_backend": "other"}),
+        (execution.kernel, {"bf16_gemm_backend": "other"}),
+        (execution.features, {"enable_tf32_matmul": True}),
+        (execution.graph, {"enable_torch_compile": True}),
     ]:
         with group.override(**change):
             changed.append(EngineFacts.read().config_fingerprint)
-    assert len({facts.config_fingerprint, *changed}) == 5
+    assert len({facts.config_fingerprint, *changed}) == 7
     with model.override(download_dir="/elsewhere", weight_loader_disable_mmap=True):
         assert EngineFacts.read().config_fingerprint == facts.config_fingerprint

@@ -107,6 +107,25 @@ def test_how_an_engine_looks_at_images_is_part_of_it(model) -> None:
     assert len({text, *ways}) == 5
 
 
+def test_settings_that_choose_among_kernels_keep_engines_apart(model, monkeypatch) -> None:
+    """A backend that is named is the one that would have been chosen: the workers tell which it is."""
+    plain = spec_of(model)
+    assert spec_of(model, attention_config={"backend": "CPU_ATTN"}) == plain
+    ways = [
+        spec_of(model, attention_config={"flash_attn_version": 2}),
+        spec_of(model, attention_config={"use_prefill_query_quantization": True}),
+        spec_of(model, enforce_eager=False),
+    ]
+    for name, value in (("VLLM_FLOAT32_MATMUL_PRECISION", "medium"), ("VLLM_BATCH_INVARIANT", "1")):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            ways.append(spec_of(model))
+    assert len({spec.model_config_fingerprint for spec in (plain, *ways)}) == 6
+    assert {replace(spec, model_config_fingerprint="") for spec in (plain, *ways)} == {
+        replace(plain, model_config_fingerprint="")
+    }
+
+
 def test_kv_on_gpus_has_the_checksum_that_gpus_compute(model) -> None:
     assert spec_of(model).checksum_algorithm is ChecksumAlgorithm.XXH3_64
     on_device = replace(FACTS, on_device=True)

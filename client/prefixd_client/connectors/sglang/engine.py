@@ -114,8 +114,15 @@ def _config_fingerprint(config: Any, model: Any, execution: Any) -> str:
         group: dict(_leaves(getattr(execution, group)))
         for group in ("kernel", "moe", "comm", "deterministic")
     }
+    rounding = (execution.features.enable_tf32_matmul, execution.graph.enable_torch_compile)
     canonical = json.dumps(
-        {"model": resolved, "computes_in": str(config.dtype), "settings": settings, "kernels": kernels},
+        {
+            "model": resolved,
+            "computes_in": str(config.dtype),
+            "settings": settings,
+            "kernels": kernels,
+            "rounding": rounding,
+        },
         sort_keys=True,
         separators=(",", ":"),
         default=str,

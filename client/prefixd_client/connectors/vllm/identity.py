@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from .versions import layout_version
 ENGINE_NAME = "vllm"
 NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Entries of a model configuration that no byte depends on, or that are added resolved."""
+ARITHMETIC = {"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_BATCH_INVARIANT": "0"}
+"""Environment variables of vLLM's that KV's last bits depend on, and what they are unset."""
 FORMATS_OF_FILES = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt"}
 )
@@ -120,7 +122,8 @@ def namespace_spec(
 def model_config_fingerprint(vllm_config: Any) -> str:
     """sha256 (hex) of the resolved configuration: RoPE, overrides, windows, quantisation, compute type.
 
-    With the load format, which chooses among the files of a directory.
+    With the load format, which chooses among the files of a directory, and the settings that choose among
+    kernels which round in other ways.
     """
     model = vllm_config.model_config
     resolved = {key: value for key, value in model.hf_config.to_dict().items() if key not in NAMES_ONLY}
@@ -130,6 +133,9 @@ def model_config_fingerprint(vllm_config: Any) -> str:
         "implementation": str(getattr(model, "model_impl", "")),
         "sliding_window": str(model.get_sliding_window()),
         "load_format": str(vllm_config.load_config.load_format),
+        "attention": _attention_settings(vllm_config),
+        "compiled": str(getattr(vllm_config.compilation_config, "mode", "")),
+        "arithmetic": {name: os.environ.get(name, unset) for name, unset in ARITHMETIC.items()},
     }
     if (multimodal := model.multimodal_config) is not None:
         # A request's own options are in its hashes; the engine's are merged with them later.
@@ -140,6 +146,14 @@ def model_config_fingerprint(vllm_config: Any) -> str:
         }
     canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _attention_settings(vllm_config: Any) -> dict[str, Any]:
+    """But for the backend, which is told resolved."""
+    config = getattr(vllm_config, "attention_config", None)
+    settings = {} if config is None else {field.name: getattr(config, field.name) for field in fields(config)}
+    settings.pop("backend", None)
+    return settings
 
 
 def engine_weights(vllm_config: Any, settings: Settings) -> str:
