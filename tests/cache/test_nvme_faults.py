@@ -242,7 +242,7 @@ def test_while_the_disk_hangs_memory_is_served(scene: Scene) -> None:
     async def got() -> int:
         stream = scene.node.cache.begin_get("red", scene.engine.ref, 0, 0, packed(warm))
         blocks = [len(view) async for _, _, view in stream]
-        await stream.aclose()
+        stream.close()
         return len(blocks)
 
     assert scene.node.run(got()) == RUN

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from prefixd_server.base.errors import InvalidRequest
-from prefixd_server.base.types import NamespaceRef, ReserveOutcome
+from prefixd_server.base.errors import InvalidRequest, StateConflict
+from prefixd_server.base.types import NamespaceRef, ReserveOutcome, Tier
 
 from tests.cache.conftest import MakeEngine
+from tests.support.busy_movers import busy
 from tests.support.engine import Engine, slot_counts
 from tests.support.node import Node, block_data, chain, checksum, packed
 
@@ -27,7 +28,7 @@ async def get(engine: Engine, ref: NamespaceRef, hashes: list[bytes]) -> list[by
     try:
         return [bytes(view) async for _, _, view in stream]
     finally:
-        await stream.aclose()
+        stream.close()
 
 
 def test_what_was_put_is_got_byte_for_byte(engine: MakeEngine, node: Node) -> None:
@@ -106,7 +107,60 @@ def test_blocks_being_got_are_not_evicted(engine: MakeEngine, node: Node) -> Non
             for number in range(200):
                 one.put("filler", len(seen), number)
             seen.append(bytes(view))
-        await stream.aclose()
+        stream.close()
         return seen
 
     assert node.run(slow_reader()) == [block_data(key, 0, one.block_bytes) for key in hashes]
+
+
+def held(node: Node) -> int:
+    """Holds on slots in DRAM."""
+    return node.cache.state.catalog.slots[Tier.DRAM].lease_total()
+
+
+def test_a_get_holds_its_blocks_while_its_reader_goes_on_and_no_longer(
+    engine: MakeEngine, node: Node
+) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    stream = node.cache.begin_get("red", one.ref, 0, 0, packed(hashes))
+
+    async def rest() -> list[int]:
+        return [index async for index, _, _ in stream]
+
+    for _ in range(3):
+        stream.await_reader()
+        node.clock.advance(9.0)
+        node.cache.step()
+        assert held(node) == 2
+    node.clock.advance(2.0)
+    node.cache.step()
+    assert held(node) == 0
+    for more in (stream.await_reader, lambda: node.run(rest())):
+        with pytest.raises(StateConflict, match="ask again") as refused:
+            more()
+        assert refused.value.reason == "GET_EXPIRED"
+    stream.close()
+    assert held(node) == 0
+
+
+def test_a_get_holds_its_blocks_for_as_long_as_a_mover_looks_at_them(engine: MakeEngine, node: Node) -> None:
+    one = engine()
+    hashes = one.put(*"ab")
+    stream = node.cache.begin_get("red", one.ref, 0, 0, packed(hashes))
+    stream.await_reader()
+
+    async def rest() -> list[bytes]:
+        return [bytes(view) async for _, _, view in stream]
+
+    async def looked_at_for_long() -> list[bytes]:
+        async with busy(node.cache.state.movers):
+            reading = asyncio.ensure_future(rest())
+            await asyncio.sleep(0)
+            node.clock.advance(100.0)
+            node.cache.step()
+            assert held(node) == 2
+        return await reading
+
+    assert node.run(looked_at_for_long()) == [block_data(key, 0, one.block_bytes) for key in hashes]
+    stream.close()

@@ -196,7 +196,8 @@ class LeaseConfig:
     ttl_max_s: float = option(
         30.0,
         seconds(0.05, 3600),
-        "Longest lease. Engines renew by heartbeat; a hung one holds slots this long.",
+        "Longest lease. Engines renew by heartbeat; a hung one, or a Get that nobody reads, holds slots this "
+        "long.",
     )
     heartbeat_interval_s: float = option(
         5.0, seconds(0.01, 600), "How often clients renew: a few times within the longest lease."

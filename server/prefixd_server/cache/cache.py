@@ -42,7 +42,7 @@ from prefixd_server.cache.writing import Writing
 SWEEP_INTERVAL_S = 0.05
 """How late an expiry may be noticed."""
 EXPIRY_COUNT_MAX = 32
-"""Leases that end in one step because their time is over."""
+"""Leases that end in one step because their time is over, and as many Gets."""
 
 
 class Cache:
@@ -73,6 +73,7 @@ class Cache:
         self.state = state
         self._epochs = epochs
         self._endings = endings
+        self._portable = portable
         self.room = room
         self.rebalancing = rebalancing
         self._tasks: list[asyncio.Task[None]] = []
@@ -212,13 +213,14 @@ class Cache:
 
     def step(self) -> bool:
         """One bounded round of housekeeping: expiries, then dropped namespaces. Whether more is due."""
-        expired_count = self._endings.expire(self.state.clock.now(), EXPIRY_COUNT_MAX)
+        now = self.state.clock.now()
+        expired_counts = [due.expire(now, EXPIRY_COUNT_MAX) for due in (self._endings, self._portable)]
         self.prefetching.expire()
         if self.storage is None:
             self.prefetching.bring(False, None)
         if self.room.has_garbage:
             self.room.reclaim()
-        return self.room.has_garbage or expired_count == EXPIRY_COUNT_MAX
+        return self.room.has_garbage or EXPIRY_COUNT_MAX in expired_counts
 
     async def _sweep(self) -> None:
         while True:

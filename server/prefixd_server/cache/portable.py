@@ -7,11 +7,13 @@ daemon is the writer and the reader, so a mover copies and verifies.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
+from itertools import islice
 
 import numpy as np
 
-from prefixd_server.base.errors import InvalidRequest
+from prefixd_server.base.errors import InvalidRequest, StateConflict
 from prefixd_server.base.types import (
     Checksums,
     DeclineReason,
@@ -126,7 +128,12 @@ class PutStream:
 
 
 class GetStream:
-    """Hands out the blocks of a hit prefix, verified, while holding them."""
+    """Hands out the blocks of a hit prefix, verified, while holding them for a reader that goes on reading.
+
+    Attributes:
+        expires_at: monotonic seconds; if the reader has taken nothing more by then, they are let go. Never
+            while the daemon is at work for it.
+    """
 
     def __init__(
         self,
@@ -136,6 +143,7 @@ class GetStream:
         namespace: Namespace,
         kv_group: int,
         slots: Slots,
+        open_streams: set[GetStream],
     ) -> None:
         self._state = state
         self._bad_copies = bad_copies
@@ -143,8 +151,10 @@ class GetStream:
         self._namespace = namespace
         self._kv_group = kv_group
         self._slots = slots
-        self._open = True
+        self._open_streams = open_streams
+        self.expires_at = math.inf
         self._state.apply(CopiesLeased(Tier.DRAM, slots))
+        open_streams.add(self)
 
     @property
     def hit_count(self) -> int:
@@ -157,10 +167,15 @@ class GetStream:
         return self._namespace.spec.kv_groups[self._kv_group].block_bytes
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, int, memoryview]]:
-        """(index in the run, checksum, bytes) of each block; the bytes are valid until the next step."""
+        """(index in the run, checksum, bytes) of each block; the bytes are valid until the next step.
+
+        Raises:
+            StateConflict: GET_EXPIRED.
+        """
         spec = self._namespace.spec
         table = self._state.catalog.slots[Tier.DRAM]
         for index, slot in enumerate(self._slots.tolist()):
+            self._hold_until(math.inf)
             row = int(table.row[slot])
             if row < 0:
                 return
@@ -173,10 +188,29 @@ class GetStream:
             view = self._state.dram.view(segment, extent.offset_bytes, self.block_bytes)
             yield index, checksum, view
 
-    async def aclose(self) -> None:
+    def await_reader(self) -> None:
+        """A message is the reader's to take: it has a lease's longest life for it.
+
+        Raises:
+            StateConflict: GET_EXPIRED, it has had that for the message before, and the blocks were let go.
+        """
+        self._hold_until(self._state.clock.now() + self._state.limits.ttl_max_s)
+
+    def _hold_until(self, expires_at: float) -> None:
+        if self not in self._open_streams:
+            limit = self._state.limits.ttl_max_s
+            raise StateConflict(
+                "GET_EXPIRED",
+                f"nothing of this Get was read for {limit:g} s (leases.ttl_max_s), so its blocks were let "
+                "go; read its messages as they come, and ask again for the blocks that are missing",
+                limit=limit,
+            )
+        self.expires_at = expires_at
+
+    def close(self) -> None:
         """Lets go of the blocks. Idempotent."""
-        if self._open:
-            self._open = False
+        if self in self._open_streams:
+            self._open_streams.remove(self)
             self._state.apply(CopiesReleased(Tier.DRAM, self._slots))
 
 
@@ -198,6 +232,7 @@ class Portable:
         self._reading = reading
         self._writing = writing
         self._verifier = verifier
+        self._open_gets: set[GetStream] = set()
 
     def begin_put(
         self, tenant: str, ref: NamespaceRef, shard: int, kv_group: int, parent: Hashes | None
@@ -219,4 +254,13 @@ class Portable:
         self._workload.used_part(namespace, part, hashes, found.rows[part])
         rows = found.rows[part][: found.hit_count]
         slots = self._state.catalog.columns.slot[Tier.DRAM][rows]
-        return GetStream(self._state, self._bad_copies, self._verifier, namespace, kv_group, slots)
+        return GetStream(
+            self._state, self._bad_copies, self._verifier, namespace, kv_group, slots, self._open_gets
+        )
+
+    def expire(self, now: float, count_max: int) -> int:
+        """Lets go of what Gets hold whose readers have stopped reading, at most so many; how many."""
+        late = list(islice((stream for stream in self._open_gets if stream.expires_at <= now), count_max))
+        for stream in late:
+            stream.close()
+        return len(late)

@@ -172,12 +172,14 @@ class CacheService:
         source = self._cache.begin_get(self._tenant, ref, shard, group, run)
         try:
             summary = wire.GetSummary(hit_block_count=source.hit_count, block_bytes=source.block_bytes)
+            source.await_reader()
             yield wire.GetResponse(summary=summary)
             async for index, checksum, data in source:
                 for message in _pieces(index, checksum, data):
+                    source.await_reader()
                     yield message
         finally:
-            await source.aclose()
+            source.close()
 
     async def prefetch(self, request: wire.PrefetchRequest) -> wire.PrefetchResponse:
         """Has runs brought before they are asked for."""
