@@ -21,7 +21,7 @@ from . import portable
 from .async_leases import AsyncReadLease, AsyncWriteLease
 from .calls import AnswerRejected, block_bytes_of, checked_hashes, usage_message
 from .channel import open_async_channel
-from .client import start_control, stop_control
+from .client import end_control, start_control, stop_control
 from .control import Control, log
 from .failures import failure_of
 from .namespace import NamespaceSpec
@@ -50,8 +50,8 @@ class AsyncClient:
         engine_name: str = "",
         options: ClientOptions | None = None,
     ) -> None:
-        self._control, keeper = start_control(address, instance_id, engine_name, options)
-        self._close = weakref.finalize(self, stop_control, self._control, keeper)
+        self._control, self._keeper = start_control(address, instance_id, engine_name, options)
+        weakref.finalize(self, end_control, self._control, self._keeper).atexit = False
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._channel_session: Session | None = None
@@ -92,7 +92,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """See Client.close."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(stop_control, self._control, self._keeper)
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
@@ -293,7 +293,7 @@ class AsyncNamespace:
         """See Namespace.report_usage; never waits."""
         self._control.check_usable()
         self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
-        self._control.wake.set()
+        self._control.wake.ring()
 
     async def _stream(self, method: str, session: Session, sent: Any, receive: Any) -> Any:
         """What receive() returns; None when the stream failed. Raises DaemonRefused."""

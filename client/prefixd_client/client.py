@@ -52,8 +52,15 @@ def start_control(
 
 def stop_control(control: Control, keeper: Keeper) -> None:
     """Closes both; harmless when closed already, and in a forked child."""
-    if control.closed():
+    if not control.is_closed:
         keeper.stop()
+
+
+def end_control(control: Control, keeper: Keeper) -> None:
+    """The same for a client that nobody has closed, and without waiting: it is collected on whatever thread
+    happens to collect, ours among them, inside any lock."""
+    if not control.is_closed:
+        keeper.end()
 
 
 class Client:
@@ -79,8 +86,8 @@ class Client:
         engine_name: str = "",
         options: ClientOptions | None = None,
     ) -> None:
-        self._control, keeper = start_control(address, instance_id, engine_name, options)
-        self._close = weakref.finalize(self, stop_control, self._control, keeper)
+        self._control, self._keeper = start_control(address, instance_id, engine_name, options)
+        weakref.finalize(self, end_control, self._control, self._keeper).atexit = False
         self._control.attempted.wait(self._control.options.open_wait_s)
 
     @property
@@ -107,9 +114,9 @@ class Client:
         """Gives up the leases that are held, sends what waits if the daemon answers, and ends the session.
 
         Copies under way end after their block, and calls that wait are answered by their miss. Closing again
-        does nothing.
+        does nothing. A client that is forgotten instead closes by itself a little later.
         """
-        self._close()
+        stop_control(self._control, self._keeper)
 
     def __enter__(self) -> Client:
         return self
@@ -325,7 +332,7 @@ class Namespace:
         """Queues a report, to be sent in the background; beyond a bound the oldest are dropped."""
         self._control.check_usable()
         self._control.outbox.report_usage(self.spec, usage_message(report, self.spec))
-        self._control.wake.set()
+        self._control.wake.ring()
 
     def _stream(self, method: str, session: Session, stream: Any, receive: Any) -> Any:
         """What receive() returns; None when the stream failed. Raises DaemonRefused."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from prefixd.v1 import cache_service_pb2 as wire
@@ -53,6 +54,24 @@ class Renewable(Protocol):
         ...
 
 
+class Bell:
+    """Wakes one thread that waits. Ringing takes no lock: a finalizer may do it, inside any code."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        """Held by nobody in particular, until somebody rings."""
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """Ends a wait, or the next one. What rings before somebody waits is one ring."""
+        with suppress(RuntimeError):  # it has rung already
+            self._silent.release()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it rings; the ring is over then."""
+        self._silent.acquire(timeout=timeout_s)
+
+
 class Control:
     """See the module. Thread-safe."""
 
@@ -66,8 +85,8 @@ class Control:
         self.session: Session | None = None
         self.statistics = Statistics()
         self.outbox = Outbox(options.release_queue_limit, options.usage_queue_limit)
-        self.wake = threading.Event()
-        """Set when the keeper has something to do."""
+        self.wake = Bell()
+        """Rung when the keeper has something to do."""
         self.attempted = threading.Event()
         """Set once the keeper has tried to open a session, whether it could or not."""
         self.boot_id = b""
@@ -152,7 +171,7 @@ class Control:
             self.session_lost(session, str(failure))
         elif verdict is Verdict.NAMESPACE_ENDED and spec is not None:
             session.refs.pop(spec, None)
-            self.wake.set()
+            self.wake.ring()
         else:
             log.debug("a call failed and counts as a miss: %s", failure)
 
@@ -160,7 +179,7 @@ class Control:
         """Law 2: fails all waiting calls at once, and those to come."""
         if self.breaker.open(reason):
             log.warning("the daemon at %s is away: %s", self.target, reason)
-            self.wake.set()
+            self.wake.ring()
 
     def installed(self, session: Session) -> None:
         """A new session works: calls may go out."""
@@ -175,7 +194,7 @@ class Control:
         session.is_lost = True
         if session is self.session and not self.is_closed:
             self.open_breaker(reason)
-            self.wake.set()
+            self.wake.ring()
 
     def heartbeat_answered(self, session: Session, answer: wire.HeartbeatAnswer, beat: Beat) -> None:
         """See session.Listener."""
@@ -188,7 +207,7 @@ class Control:
                 lease.renewed(until)
         if session is self.session:
             self.answers(session)
-        self.wake.set()
+        self.wake.ring()
 
     def answers(self, session: Session) -> None:
         """The daemon has answered in this session: calls may go out, unless it drains."""
@@ -210,7 +229,7 @@ class Control:
     def end_lease(self, boot_id: bytes, ending: wire.LeaseRelease | Abort) -> None:
         """Has the daemon told that a lease is over, off the caller's way."""
         self.outbox.end_lease(boot_id, ending)
-        self.wake.set()
+        self.wake.ring()
 
     # -- status ------------------------------------------------------------------------------------------
 
@@ -236,10 +255,9 @@ class Control:
             timeout_count=counts.timeout_count,
         )
 
-    def closed(self, error: CallerError | None = None) -> bool:
-        """Every call from here on raises `error`, ClientClosed by default. Returns whether it was open."""
-        was_open, self._unusable = self._unusable is None, self._unusable or error or ClientClosed()
-        return was_open
+    def closed(self, error: CallerError | None = None) -> None:
+        """Every call from here on raises `error`, ClientClosed by default. Takes no lock."""
+        self._unusable = self._unusable or error or ClientClosed()
 
 
 _controls: weakref.WeakSet[Control] = weakref.WeakSet()

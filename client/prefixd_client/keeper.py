@@ -6,7 +6,9 @@ the engine. One step decides what is due, does it, and says how long to wait for
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import threading
 
 import grpc
@@ -28,7 +30,7 @@ NAMESPACE_PAUSE_S = 1.0
 
 
 class Keeper:
-    """See the module. Made and joined by the client."""
+    """See the module. Made and joined by the client; of a client that was forgotten, joined by nobody."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -42,24 +44,39 @@ class Keeper:
         self._outbox_at = 0.0
         """Not before this: the next batch of what the outbox holds."""
         self._beaten_at = 0.0
-        self._stopping = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="prefixd-keeper", daemon=True)
         self._thread.start()
 
+    def end(self) -> None:
+        """Closes the control and has the thread end by itself, the session with it; waits for nothing.
+
+        Held leases are given up; what the outbox holds is sent if the daemon answers. Safe in a finalizer: it
+        takes no lock, and may run on any thread, this one or another that this one waits for.
+        """
+        self._control.closed()
+        self._stopping = True
+        self._control.wake.ring()
+
     def stop(self) -> None:
-        """Ends the thread, the session with it. Held leases are given up; what the outbox holds is sent if
-        the daemon answers."""
-        self._stopping.set()
+        """Ends the thread as end() does, and waits for it."""
+        self.end()
         self._control.outbox.urgent.set()
-        self._control.wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _running.add(self)
+        try:
+            self._keep()
+        finally:
+            _running.discard(self)
+
+    def _keep(self) -> None:
         control = self._control
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
                 pause = self._step()
             except Exception:  # the thread's outermost seam: without it nothing would ever recover
@@ -67,7 +84,6 @@ class Keeper:
                 pause = self._options.probe_pause_max_s
             control.attempted.set()
             control.wake.wait(max(0.0, pause))
-            control.wake.clear()
         session = control.session
         if session is not None:
             session.wait_copied()
@@ -185,7 +201,7 @@ class Keeper:
         early = self._outbox_at - control.now()
         if early > 0:
             return early
-        if not self._stopping.is_set():
+        if not self._stopping:
             control.outbox.urgent.wait(self._options.release_batch_pause_s)
         if not self._send_endings(session) or not self._send_usage(session):
             self._outbox_at = control.now() + OUTBOX_PAUSE_S
@@ -241,3 +257,17 @@ class Keeper:
         except ValueError:  # the channel was closed meanwhile
             return False
         return True
+
+
+_running: set[Keeper] = set()
+"""Those of this process whose thread has not ended."""
+
+
+def _stop_all() -> None:
+    """At the end of the process: what waits is sent, also for clients that nobody closed."""
+    for keeper in list(_running):
+        keeper.stop()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_running.clear)
