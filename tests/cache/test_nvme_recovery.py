@@ -9,13 +9,17 @@ from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.types import SlotState, Tier
 from prefixd_server.cache.build import DiskSeams
 from prefixd_server.cache.epochs import Epochs
+from prefixd_server.index import line
 from prefixd_server.index.process import IndexOptions
+from prefixd_server.index.records import NamespaceRecord
 from prefixd_server.media.nvme_format import segment_of_name
 
+from tests.support.engine import Engine
 from tests.support.faulty_files import FaultyFiles
 from tests.support.faulty_index import FaultyIndex
 from tests.support.node import Node
 from tests.support.nvme_node import NVME, fill, make_engine, read, start, storage_of, stored, until
+from tests.support.specs import spec
 
 OPTIONS = IndexOptions(reply_timeout_s=5.0, restart_pause_min_s=0.01, restart_pause_max_s=0.05)
 
@@ -102,6 +106,73 @@ def test_a_recovery_that_dies_at_its_deletes_finds_its_blocks_in_place_when_it_b
     assert_no_slot_is_lost(node)
     again = make_engine(node)
     assert sum(read(again, hashes) for hashes in kept) == report.recovered
+    node.close()
+
+
+def named(node: Node) -> list[NamespaceRecord]:
+    """The namespaces that the index knows."""
+
+    async def read_all() -> list[NamespaceRecord]:
+        return [record async for page in storage_of(node).nvme.index.namespaces() for record in page]
+
+    return node.run(read_all())
+
+
+def record_of(number: int, epoch: int = 1) -> NamespaceRecord:
+    """Of a namespace whose record is about as long as can be."""
+    wanted = spec(f"{number:04}" * 256, kv_layout="é" * 512)
+    return NamespaceRecord("red", wanted.fingerprint(), epoch, wanted, 5.0)
+
+
+def test_more_namespaces_than_one_answer_of_the_index_holds_do_not_keep_the_tier_from_being_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = begin(tmp_path)
+    runs = fill(make_engine(node), 60)
+    count = stored(node)
+    node.run(storage_of(node).nvme.index.commit(namespaces=[record_of(number) for number in range(400)]))
+    node.close()
+    monkeypatch.setattr(line, "FRAME_BYTES_MAX", 1 << 20)  # above LOAD_ROWS, below the namespaces
+    node = begin(tmp_path)
+    assert stored(node) == count
+    engine = make_engine(node)
+    assert sum(read(engine, hashes) for hashes in runs) == count
+    node.close()
+
+
+def test_namespaces_that_hold_no_block_are_forgotten(tmp_path: Path) -> None:
+    node = begin(tmp_path)
+    engine, other = make_engine(node), make_engine(node, "other", "dropped")
+    fill(engine, 30)
+    fill(other, 30)
+    count = stored(node)
+    node.run(node.cache.drop_namespace("red", other.ref))
+    again = record_of(0)
+    node.run(storage_of(node).nvme.index.commit(namespaces=[again, *map(record_of, range(1, 20))]))
+    assert len(named(node)) == 22
+    node.close()
+    node = begin(tmp_path)
+    assert [record.fingerprint for record in named(node)] == [engine.ref.fingerprint]
+    assert 0 < stored(node) < count
+    # Those that are used again are known again.
+    reopened = Engine(node, node.open_session("red", "two"), node.cache.open_namespace("red", again.spec))
+    runs = fill(reopened, 60)
+    assert again.key() in {record.key() for record in named(node)}
+    node.close()
+    node = begin(tmp_path)
+    reopened = Engine(node, node.open_session("red", "two"), node.cache.open_namespace("red", again.spec))
+    assert sum(read(reopened, hashes) for hashes in runs) > 0
+    node.close()
+
+
+def test_a_namespace_whose_epoch_nothing_else_tells_is_not_forgotten(tmp_path: Path) -> None:
+    node = begin(tmp_path)
+    ahead = record_of(0, epoch=7)  # a drop that could not be saved, and blocks that came after it
+    node.run(storage_of(node).nvme.index.commit(namespaces=[ahead]))
+    node.close()
+    node = begin(tmp_path)
+    assert named(node) == [ahead]
+    assert node.cache.open_namespace("red", ahead.spec).epoch == 7
     node.close()
 
 

@@ -112,6 +112,7 @@ IN_RECOVERY = {
     "recovery.step": 1,
     "recovery.space_done": 1,
     "recovery.deleted": 1,
+    "recovery.forgotten": 1,
     "recovery.freed": 1,
     "index.log_written": 1,
     "index.log_synced": 1,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixd_server.base.errors import LimitReached
 from prefixd_server.index.commits import CommitQueue, settle
-from prefixd_server.index.frames import GROUP_RECORDS_MAX, HEAD, Section, pairs, sections
-from prefixd_server.index.records import KEY, RECORD, NamespaceRecord, keys_of
+from prefixd_server.index.frames import GROUP_RECORDS_MAX, HEAD, SECTION_ROW_BYTES, Section, pairs, sections
+from prefixd_server.index.records import KEY, NamespaceRecord, keys_of
 
 from tests.support.stores import FINGERPRINT, run_records
 
@@ -20,9 +20,7 @@ def contents(message: bytes) -> list[tuple[Section, bytes]]:
     """What a group does, one entry a record."""
     found = []
     for kind, count, payload in sections(memoryview(message)[HEAD.size :]):
-        size = {Section.PUT_BLOCKS: RECORD.itemsize, Section.DELETE_BLOCKS: KEY.itemsize}.get(
-            kind, len(payload)
-        )
+        size = SECTION_ROW_BYTES.get(kind, len(payload))
         assert len(payload) == count * size
         found += [(kind, bytes(payload[at : at + size])) for at in range(0, len(payload), size)]
     return found
@@ -73,11 +71,18 @@ async def test_namespaces_go_before_deletes_and_deletes_before_puts() -> None:
     queue = CommitQueue(10)
     name = NamespaceRecord("red", FINGERPRINT, 2, None, 0.0)
     records = run_records(2)
-    queue.add(records[:1], keys_of(records[1:]), [name])
+    forgotten = NamespaceRecord("blue", FINGERPRINT, 2, None, 0.0).key()
+    queue.add(records[:1], keys_of(records[1:]), [name], [forgotten])
     group = queue.take()
     assert group is not None
     kinds = contents(group.message)
-    assert [kind for kind, _ in kinds] == [Section.PUT_PAIR, Section.DELETE_BLOCKS, Section.PUT_BLOCKS]
+    assert [kind for kind, _ in kinds] == [
+        Section.PUT_PAIR,
+        Section.DELETE_BLOCKS,
+        Section.DELETE_NAMESPACES,
+        Section.PUT_BLOCKS,
+    ]
+    assert kinds[2][1] == forgotten
     assert list(pairs(memoryview(kinds[0][1]))) == [(name.key(), name.encode())]
 
 

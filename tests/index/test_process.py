@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from prefixd_server.base.errors import ConfigError, LimitReached
 from prefixd_server.base.failpoints import VARIABLE
+from prefixd_server.index import line
 from prefixd_server.index.frames import GROUP_RECORDS_MAX
 from prefixd_server.index.line import IndexUnavailable
 from prefixd_server.index.process import Index, IndexOptions, IndexState
@@ -43,6 +44,10 @@ async def running(
         yield index
     finally:
         await index.close()
+
+
+async def named(index: Index) -> list[NamespaceRecord]:
+    return [record async for page in index.namespaces() for record in page]
 
 
 async def loaded(index: Index) -> Records:
@@ -87,8 +92,31 @@ async def test_namespaces_keep_their_epochs(tmp_path: Path) -> None:
         await index.commit(namespaces=[live, NamespaceRecord("red", FINGERPRINT, 6, spec(), 6.0)])
         await index.commit(namespaces=[dropped])
     async with running(tmp_path) as index:
-        found = await index.namespaces()
+        found = await named(index)
         assert sorted(found, key=lambda record: record.epoch) == [live, dropped]
+
+
+async def test_namespaces_are_read_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "FRAME_BYTES_MAX", 1 << 19)
+    specs = [spec(f"{number:04}" * 256, kv_layout="é" * 512) for number in range(200)]
+    records = [NamespaceRecord("red", wanted.fingerprint(), 1, wanted, 5.0) for wanted in specs]
+    assert sum(len(record.encode()) for record in records) > line.FRAME_BYTES_MAX
+    async with running(tmp_path) as index:
+        await index.commit(namespaces=records)
+        found = await named(index)
+    assert sorted(record.key() for record in found) == sorted(record.key() for record in records)
+
+
+async def test_forgotten_namespaces_are_gone(tmp_path: Path) -> None:
+    kept, gone = (NamespaceRecord("red", spec(name).fingerprint(), 1, spec(name), 5.0) for name in "ab")
+    async with running(tmp_path) as index:
+        await index.commit(namespaces=[kept, gone])
+        await index.commit(forgotten=[gone.key()])
+        assert await named(index) == [kept]
+    async with running(tmp_path) as index:
+        assert await named(index) == [kept]
 
 
 async def test_commits_of_many_callers_share_groups(tmp_path: Path) -> None:
@@ -183,7 +211,7 @@ async def test_an_index_that_does_not_answer_is_replaced(tmp_path: Path) -> None
 
 async def test_nothing_is_taken_while_there_is_no_index(tmp_path: Path) -> None:
     index = Index(tmp_path / "index", UUID)
-    for act in (lambda: index.commit(puts=run_records(1)), index.namespaces, lambda: loaded(index)):
+    for act in (lambda: index.commit(puts=run_records(1)), lambda: named(index), lambda: loaded(index)):
         await unavailable(act)
 
 
@@ -215,10 +243,10 @@ async def test_corrupt_records_are_ignored_counted_and_deleted(tmp_path: Path) -
     async with running(tmp_path) as index:
         assert same(await loaded(index), np.delete(records, [7, 8]))
         assert index.counters.corrupt_records == 3
-        assert await index.namespaces() == []
+        assert await named(index) == []
         assert index.counters.corrupt_records == 4
         assert len(await loaded(index)) == 98
-        assert await index.namespaces() == []
+        assert await named(index) == []
         assert index.counters.corrupt_records == 4
 
 

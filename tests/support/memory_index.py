@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefixd_server.index.frames import HEAD, LOAD_ROWS, Frame, Section, facts, frame, pair, pairs, sections
+from prefixd_server.index.frames import (
+    HEAD,
+    LOAD_NAMESPACES,
+    LOAD_ROWS,
+    SECTION_ROW_BYTES,
+    Frame,
+    Section,
+    facts,
+    frame,
+    pair,
+    pairs,
+    sections,
+)
 from prefixd_server.index.line import IndexUnavailable, Line
 from prefixd_server.index.records import KEY_BYTES, KIND_BLOCK, KIND_NAMESPACE, RECORD_BYTES
 
@@ -64,8 +76,9 @@ class MemoryIndex:
                     row = bytes(payload[at : at + RECORD_BYTES])
                     self.durable[row[:KEY_BYTES]] = row[KEY_BYTES:]
             else:
-                for at in range(0, count * KEY_BYTES, KEY_BYTES):
-                    self.durable.pop(bytes(payload[at : at + KEY_BYTES]), None)
+                key_bytes = SECTION_ROW_BYTES[kind]
+                for at in range(0, count * key_bytes, key_bytes):
+                    self.durable.pop(bytes(payload[at : at + key_bytes]), None)
 
     def of_kind(self, kind: int) -> list[tuple[bytes, bytes]]:
         """What is durable, in key order."""
@@ -110,7 +123,9 @@ class MemoryLine(Line):
             self._answers.append(facts(Frame.LOADED, records=len(rows), corrupt=0, damaged=False))
         elif kind is Frame.NAMESPACES:
             found = [pair(key, value) for key, value in index.of_kind(KIND_NAMESPACE)]
-            self._answers += [frame(Frame.PAIRS, b"".join(found)), facts(Frame.DONE, corrupt=0)]
+            for first in range(0, len(found), LOAD_NAMESPACES):
+                self._answers.append(frame(Frame.PAIRS, b"".join(found[first : first + LOAD_NAMESPACES])))
+            self._answers.append(facts(Frame.DONE, corrupt=0))
         return await self.answer()
 
     async def answer(self) -> tuple[Frame, bytes]:

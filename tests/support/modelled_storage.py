@@ -51,12 +51,14 @@ class ImmediateIndex(Index):
         puts: Records | None = None,
         deletes: Keys | None = None,
         namespaces: Sequence[NamespaceRecord] = (),
+        forgotten: Sequence[bytes] = (),
     ) -> None:
         """See Index."""
 
-    async def namespaces(self) -> list[NamespaceRecord]:
+    async def namespaces(self) -> AsyncIterator[list[NamespaceRecord]]:
         """See Index."""
-        return []
+        for nothing in cast("list[list[NamespaceRecord]]", []):
+            yield nothing
 
     async def load(self) -> AsyncIterator[Records]:
         """See Index."""

@@ -223,6 +223,11 @@ class NvmeTier:
         for first in range(0, len(keys), DELETE_COUNT_MAX):
             await self.index.commit(deletes=keys[first : first + DELETE_COUNT_MAX])
 
+    async def forget(self, namespaces: list[bytes]) -> None:
+        """Deletes namespaces' records by their keys, durably, as delete() does. put() makes them again."""
+        for first in range(0, len(namespaces), DELETE_COUNT_MAX):
+            await self.index.commit(forgotten=namespaces[first : first + DELETE_COUNT_MAX])
+
     # -- departures ----------------------------------------------------------------------------
 
     async def flush_departures(self) -> None:

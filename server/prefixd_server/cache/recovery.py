@@ -8,6 +8,8 @@ steps, so that the loop is never held for long.
 
 Until it is over, every slot of a segment that holds blocks is RESERVED; those that
 no record names are freed once the records that do not count are durably gone.
+Namespaces of no block in the tier lose their record, too: each comes back with its
+next block, and an engine that makes one with every update of its weights makes many.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class RecoveryReport:
     """Stored again by an engine before recovery came to them."""
     faults: Counter[Fault] = field(default_factory=Counter)
     """Those that are misplaced, by what was wrong."""
+    namespaces_forgotten: int = 0
+    """Records of namespaces, not of blocks."""
 
 
 class Recovery:
@@ -70,6 +74,10 @@ class Recovery:
         self._epochs = epochs
         self._rng = np.random.default_rng()
         self._owners: dict[bytes, Owner] = {}
+        self._names: dict[bytes, Namespace | None] = {}
+        """Keys of the namespaces' records that can be forgotten, and which namespace was opened by each."""
+        self._filled: set[int] = set()
+        """Numbers of the namespaces that have a block in the tier."""
         self.report = RecoveryReport()
 
     async def run(self) -> None:
@@ -91,11 +99,12 @@ class Recovery:
             misplaced=self.report.misplaced,
             orphaned=self.report.orphaned,
             known_already=self.report.known_already,
+            namespaces_forgotten=self.report.namespaces_forgotten,
         )
 
     async def _recover(self) -> None:
         self.report = RecoveryReport()
-        self._open_namespaces(await self._nvme.index.namespaces())
+        await self._open_namespaces()
         gone: list[Keys] = []
         sieves = await self._load(gone)
         for identity in list(sieves):
@@ -110,19 +119,41 @@ class Recovery:
         if any(map(len, gone)):
             await self._nvme.delete(np.concatenate(gone))
             failpoint("recovery.deleted")
+        await self._forget_namespaces()
+        failpoint("recovery.forgotten")
         await self._free_the_rest()
         failpoint("recovery.freed")
 
-    def _open_namespaces(self, records: list[NamespaceRecord]) -> None:
-        for record in records:
-            current = self._epochs.fresh(record.tenant, record.fingerprint)
-            if record.spec is not None and record.epoch >= current:
-                namespace = self._state.catalog.namespaces.open(
-                    record.tenant, record.spec, record.epoch, record.opened_at, NAMESPACE_COUNT_MAX
-                )
-                if namespace.ref.epoch == record.epoch:
-                    for identity, (shard, group) in record.spaces().items():
-                        self._owners[identity] = (namespace, shard, group)
+    async def _open_namespaces(self) -> None:
+        self._names.clear()
+        self._filled.clear()
+        async for records in self._nvme.index.namespaces():
+            for record in records:
+                self._open_namespace(record)
+                await asyncio.sleep(0)
+
+    def _open_namespace(self, record: NamespaceRecord) -> None:
+        current = self._epochs.fresh(record.tenant, record.fingerprint)
+        owner = None
+        if record.spec is not None and record.epoch >= current:
+            namespace = self._state.catalog.namespaces.open(
+                record.tenant, record.spec, record.epoch, record.opened_at, NAMESPACE_COUNT_MAX
+            )
+            if namespace.ref.epoch == record.epoch:
+                owner = namespace
+                for identity, (shard, group) in record.spaces().items():
+                    self._owners[identity] = (namespace, shard, group)
+        # Where the drop that led to its epoch could not be saved, the record alone tells of it.
+        if record.epoch <= current:
+            self._names[record.key()] = owner
+
+    async def _forget_namespaces(self) -> None:
+        """Deletes the records of namespaces without a block; nobody writes any here yet."""
+        keys = [
+            key for key, owner in self._names.items() if owner is None or owner.number not in self._filled
+        ]
+        await self._nvme.forget(keys)
+        self.report.namespaces_forgotten = len(keys)
 
     async def _load(self, gone: list[Keys]) -> dict[bytes, Sieve]:
         """All records, by the identity of their space; the keys of those of no living space go to `gone`."""
@@ -183,6 +214,8 @@ class Recovery:
             filling.put(first, end)
             failpoint("recovery.step")
             await asyncio.sleep(0)
+        if not refused.all():
+            self._filled.add(owner[0].number)
         return refused
 
     def _space(self, owner: Owner) -> int:

@@ -48,6 +48,7 @@ class Namespaces:
         self._pool_ids: dict[Pool, int] = {}
         self._pools_of: dict[str, list[int]] = {}
         self._name_counts: Counter[str] = Counter()
+        self._open_counts: Counter[str] = Counter()
         self._space_counts: Counter[str] = Counter()
         self._made_count = 0
 
@@ -63,7 +64,7 @@ class Namespaces:
         existing = self._by_name.get(name)
         if existing is not None:
             return existing
-        if sum(owner == tenant for owner, _ in self._by_name) >= count_max:
+        if self._open_counts[tenant] >= count_max:
             raise LimitReached(
                 "NAMESPACE_LIMIT",
                 f"{count_max} namespaces are open; drop some with DropNamespace, or raise "
@@ -76,6 +77,7 @@ class Namespaces:
         made = Namespace(tenant, spec, NamespaceRef(name[1], epoch), opened_at, self._made_count)
         self._made_count += 1
         self._by_name[name] = made
+        self._open_counts[tenant] += 1
         return made
 
     def get(self, tenant: str, ref: NamespaceRef) -> Namespace:
@@ -116,6 +118,7 @@ class Namespaces:
             raise AssertionError(f"epochs only rise: {new_epoch} after {namespace.ref.epoch}")
         self._epochs[name] = new_epoch
         del self._by_name[name]
+        self._open_counts[namespace.tenant] -= 1
         return list(namespace.spaces.values())
 
     def space(self, namespace: Namespace, shard: int, kv_group: int) -> int | None:

@@ -22,7 +22,9 @@ import numpy as np
 from prefixd_server.index.frames import (
     FRAME_BYTES_MAX,
     HEAD,
+    LOAD_NAMESPACES,
     LOAD_ROWS,
+    SECTION_ROW_BYTES,
     Frame,
     Section,
     facts,
@@ -100,22 +102,28 @@ class Child:
         damaged = self._store.damaged
         if damaged:
             self._store.rebuild((KIND_NAMESPACE, KIND_BLOCK))
-        for start in range(0, len(bad), _FORGET_MAX):
-            self._store.write([(key, None) for key in bad[start : start + _FORGET_MAX]])
+        self._forget(bad)
         self._line.sendall(facts(Frame.LOADED, records=count, corrupt=len(bad), damaged=damaged))
 
     def _namespaces(self, _: memoryview) -> None:
-        good, bad = [], []
-        for key, value in self._store.pairs(KIND_NAMESPACE):
-            try:
-                decode_namespace(key, value)
-                good.append(pair(key, value))
-            except RecordError:
-                bad.append(key)
-        if bad:
-            self._store.write([(key, None) for key in bad])
-        self._line.sendall(frame(Frame.PAIRS, b"".join(good)))
+        """Sends every intact record; the others are counted, and deleted at the end."""
+        source = self._store.pairs(KIND_NAMESPACE)
+        bad: list[bytes] = []
+        while batch := list(islice(source, LOAD_NAMESPACES)):
+            good = []
+            for key, value in batch:
+                try:
+                    decode_namespace(key, value)
+                    good.append(pair(key, value))
+                except RecordError:
+                    bad.append(key)
+            self._line.sendall(frame(Frame.PAIRS, b"".join(good)))
+        self._forget(bad)
         self._line.sendall(facts(Frame.DONE, corrupt=len(bad)))
+
+    def _forget(self, keys: list[bytes]) -> None:
+        for start in range(0, len(keys), _FORGET_MAX):
+            self._store.write([(key, None) for key in keys[start : start + _FORGET_MAX]])
 
     def _statistics(self, _: memoryview) -> None:
         self._line.sendall(facts(Frame.NUMBERS, disk_bytes=self._store.disk_bytes()))
@@ -131,9 +139,9 @@ def _changes(body: memoryview) -> Iterator[Change]:
                 middle = start + KEY_BYTES
                 yield rows[start:middle], rows[middle : start + RECORD_BYTES]
         else:
-            keys = bytes(payload)
-            for start in range(0, count * KEY_BYTES, KEY_BYTES):
-                yield keys[start : start + KEY_BYTES], None
+            keys, key_bytes = bytes(payload), SECTION_ROW_BYTES[kind]
+            for start in range(0, count * key_bytes, key_bytes):
+                yield keys[start : start + key_bytes], None
 
 
 def _sorted_out(batch: list[Pair]) -> tuple[bytes, list[bytes]]:

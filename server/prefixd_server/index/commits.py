@@ -67,9 +67,14 @@ class CommitQueue:
         """Records that wait."""
 
     def add(
-        self, puts: Records | None, deletes: Keys | None, namespaces: Sequence[NamespaceRecord]
+        self,
+        puts: Records | None,
+        deletes: Keys | None,
+        namespaces: Sequence[NamespaceRecord],
+        forgotten: Sequence[bytes] = (),
     ) -> asyncio.Future[None]:
-        """Queues namespaces, then deletes, then puts. The result comes once all of them are durable.
+        """Queues namespaces, then deletes, then forgotten, then puts. The result comes once all of them are
+        durable.
 
         Raises:
             LimitReached: INDEX_QUEUE_FULL.
@@ -79,6 +84,8 @@ class CommitQueue:
         ]
         if deletes is not None and len(deletes):
             parts.append((Section.DELETE_BLOCKS, len(deletes), deletes.tobytes()))
+        if forgotten:
+            parts.append((Section.DELETE_NAMESPACES, len(forgotten), b"".join(forgotten)))
         if puts is not None and len(puts):
             parts.append((Section.PUT_BLOCKS, len(puts), puts.tobytes()))
         total = sum(count for _, count, _ in parts)

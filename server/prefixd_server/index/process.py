@@ -180,8 +180,9 @@ class Index:
         puts: Records | None = None,
         deletes: Keys | None = None,
         namespaces: Sequence[NamespaceRecord] = (),
+        forgotten: Sequence[bytes] = (),
     ) -> None:
-        """Returns once all is durable: namespaces, then deletes, then puts, each in its order.
+        """Returns once all is durable: namespaces, deletes, forgotten, puts, in this order, each in its own.
 
         After a crash in between, a leading part of that order is there. Cancelling the
         caller does not cancel the commit.
@@ -189,23 +190,31 @@ class Index:
         Args:
             puts: sealed records, parents first.
             deletes: keys, children first.
+            forgotten: keys of namespaces.
 
         Raises:
             LimitReached: INDEX_QUEUE_FULL; nothing was taken.
             IndexUnavailable: see there; nothing was taken when the state was not READY.
         """
         self._require_ready()
-        done = self._queue.add(puts, deletes, namespaces)
+        done = self._queue.add(puts, deletes, namespaces, forgotten)
         self._work.set()
         await asyncio.shield(done)
 
-    async def namespaces(self) -> list[NamespaceRecord]:
-        """Every namespace record. Raises IndexUnavailable."""
+    async def namespaces(self) -> AsyncIterator[list[NamespaceRecord]]:
+        """Every intact namespace record, at most LOAD_NAMESPACES at a time.
+
+        Commits wait until the iteration ends; end it, or aclose() it.
+
+        Raises:
+            IndexUnavailable: see there; begin again.
+        """
         async with self._asking() as line:
-            _, body = await line.ask(frame(Frame.NAMESPACES))
-            _, end = await line.answer()
-        self.counters.corrupt_records += json.loads(end)["corrupt"]
-        return [decode_namespace(key, value) for key, value in pairs(memoryview(body))]
+            kind, body = await line.ask(frame(Frame.NAMESPACES))
+            while kind is Frame.PAIRS:
+                yield [decode_namespace(key, value) for key, value in pairs(memoryview(body))]
+                kind, body = await line.answer()
+        self.counters.corrupt_records += json.loads(body)["corrupt"]
 
     async def load(self) -> AsyncIterator[Records]:
         """Every intact block record, in batches of at most LOAD_ROWS, in key order unless damage was found.

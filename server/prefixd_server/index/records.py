@@ -75,6 +75,7 @@ RECORD = np.dtype(
 """One block in one slot. slot: place in the segment, in slots of its size; depth: blocks before it;
 last_use: wall clock, seconds; recompute_cost: seconds; parent: hash of the block before, zeros at depth 0."""
 KEY_BYTES = KEY.itemsize
+NAMESPACE_KEY_BYTES = 1 + IDENTITY_BYTES
 RECORD_BYTES = RECORD.itemsize
 CHECK_BYTES = 8
 
