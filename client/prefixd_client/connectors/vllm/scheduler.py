@@ -203,9 +203,7 @@ class SchedulerSide:
             fences = self._book.fences(given_away(output, self._next_loads, self._block_tokens))
         for save in self._next_saves:
             self._book.opened(save)
-        is_waiting = not output.num_scheduled_tokens and any(
-            tracked.phase in (Phase.ASKED, Phase.LOADING) for tracked in self._tracked.values()
-        )
+        is_waiting = not output.num_scheduled_tokens and any(map(Tracked.is_waiting, self._tracked.values()))
         jobs = StepJobs(self._next_loads, self._next_saves, fences, frozenset(self._next_held), is_waiting)
         self._next_loads, self._next_saves, self._next_held = [], [], set()
         if self._next_reports:

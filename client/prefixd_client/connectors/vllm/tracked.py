@@ -62,6 +62,10 @@ class Tracked:
         """The engine's id."""
         return str(self.request.request_id)
 
+    def is_waiting(self) -> bool:
+        """Whether an answer or a load is under way."""
+        return self.phase in (Phase.ASKED, Phase.LOADING)
+
     def drop_lease(self) -> None:
         """Gives back what is held or asked for; a load under way keeps its lease for the workers."""
         if self.question is not None:
