@@ -335,6 +335,26 @@ def test_an_index_that_dies_pauses_the_tier_until_another_has_opened_it(scene: S
     assert [read(scene.engine, hashes) for hashes in fill(scene.engine, 12, name="after")] == [RUN] * 12
 
 
+def test_a_directory_that_vanishes_pauses_the_tier_until_it_is_back_and_nothing_is_made_in_its_place(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """A drive that was unmounted, or somebody who tidied up."""
+    hashes = cold(scene.engine, scene.runs)[0]
+    (tmp_path / "nvme").rename(tmp_path / "elsewhere")
+    scene.more("late")
+    scene.comes(lambda: storage_of(scene.node).nvme.health.state is NvmeState.PAUSED)
+    # Several pauses before a probe, and several new index processes.
+    opened = scene.index.opened
+    until_s = scene.node.clock.now() + 10 * NVME.retry_pause_s
+    scene.comes(lambda: scene.index.opened >= opened + 3 and scene.node.clock.now() > until_s)
+    assert scene.health.state is NvmeState.PAUSED
+    assert "is gone" in nvme_stats(scene.node).state_reason
+    assert not (tmp_path / "nvme").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "nvme")
+    scene.comes_to(NvmeState.READY)
+    assert read(scene.engine, hashes) == RUN
+
+
 def test_an_index_that_hangs_is_replaced(scene: Scene) -> None:
     pid = storage_of(scene.node).nvme.index.pid
     assert pid is not None

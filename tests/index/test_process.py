@@ -250,6 +250,23 @@ async def test_corrupt_records_are_ignored_counted_and_deleted(tmp_path: Path) -
         assert index.counters.corrupt_records == 4
 
 
+async def test_an_index_that_vanished_is_not_made_anew_and_is_used_once_it_is_back(tmp_path: Path) -> None:
+    records = run_records(10)
+    async with running(tmp_path) as index:
+        await index.commit(puts=records)
+        (tmp_path / "index").rename(tmp_path / "elsewhere")
+        assert index.pid is not None
+        os.kill(index.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while "is gone" not in index.reason:
+                await asyncio.sleep(0.005)
+        assert index.state is IndexState.FAULTED
+        assert not (tmp_path / "index").exists()
+        (tmp_path / "elsewhere").rename(tmp_path / "index")
+        await index.ready()
+        assert same(await loaded(index), records)
+
+
 async def test_damage_is_mended_while_loading(tmp_path: Path) -> None:
     async with running(tmp_path) as index:
         await index.commit(puts=run_records(20_000))

@@ -39,3 +39,16 @@ def test_a_medium_probes_each_of_its_directories(tmp_path: Path) -> None:
     medium.probe()
     assert [name for call, name in files.calls if call == "sync_data"] == [PROBE_NAME]
     medium.close()
+
+
+def test_a_directory_that_is_no_longer_the_store_s_fails_the_probe_and_is_left_alone(tmp_path: Path) -> None:
+    medium = small_store(tmp_path / "store")
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="store"):
+        medium.probe()
+    # A mount point whose drive is gone.
+    (tmp_path / "store").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no PREFIXD-NVME there.*store"):
+        medium.probe()
+    assert list((tmp_path / "store").iterdir()) == []
+    medium.close()

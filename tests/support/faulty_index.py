@@ -35,10 +35,10 @@ class FaultyIndex:
     opened: int = 0
     """Processes that were started."""
 
-    async def open(self, directory: Path, store_uuid: bytes, reply_timeout_s: float) -> Line:
+    async def open(self, directory: Path, store_uuid: bytes, reply_timeout_s: float, make: bool) -> Line:
         """See open_line."""
         self._refuse()
-        line = await open_line(directory, store_uuid, reply_timeout_s)
+        line = await open_line(directory, store_uuid, reply_timeout_s, make)
         self.opened += 1
         ask = line.ask
 

@@ -44,9 +44,9 @@ class MemoryIndex:
     die_within_commit: bool = False
     _line: MemoryLine | None = None
 
-    async def open(self, directory: Path, store_uuid: bytes, reply_timeout_s: float) -> Line:
+    async def open(self, directory: Path, store_uuid: bytes, reply_timeout_s: float, make: bool) -> Line:
         """See open_line."""
-        del directory, store_uuid, reply_timeout_s
+        del directory, store_uuid, reply_timeout_s, make
         await self.pause()
         self.refuse()
         self._line = MemoryLine(self)

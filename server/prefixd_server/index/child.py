@@ -1,6 +1,6 @@
 """The index process: serves one Store over one socket until the daemon hangs up.
 
-    python -m prefixd_server.index.child FD DIRECTORY STORE_UUID
+    python -m prefixd_server.index.child FD DIRECTORY STORE_UUID [make]
 
 Any fault ends it: it says what is wrong and exits, and the daemon starts
 another, which opens the database again. It dies with the daemon.
@@ -167,7 +167,7 @@ def main() -> None:
     _die_with_parent()
     line = socket.socket(fileno=int(sys.argv[1]))
     try:
-        store = Store(Path(sys.argv[2]), bytes.fromhex(sys.argv[3]))
+        store = Store(Path(sys.argv[2]), bytes.fromhex(sys.argv[3]), make="make" in sys.argv[4:])
         line.sendall(facts(Frame.OPENED, reset_reason=store.reset_reason))
         Child(line, store).serve()
         store.close()

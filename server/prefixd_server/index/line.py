@@ -115,8 +115,12 @@ class Line:
         await self._process.wait()
 
 
-async def open_line(directory: Path, store_uuid: bytes, reply_timeout_s: float) -> Line:
-    """Starts an index process. Its first answer, OPENED, is still to be read. Raises OSError."""
+async def open_line(directory: Path, store_uuid: bytes, reply_timeout_s: float, make: bool) -> Line:
+    """Starts an index process. Its first answer, OPENED, is still to be read. Raises OSError.
+
+    Args:
+        make: whether a database that is missing is made.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         reader, writer = await asyncio.open_connection(sock=ours, limit=READ_AHEAD_BYTES)
@@ -124,6 +128,7 @@ async def open_line(directory: Path, store_uuid: bytes, reply_timeout_s: float) 
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", CHILD_MODULE),
                 *(str(theirs.fileno()), str(directory), store_uuid.hex()),
+                *(["make"] if make else []),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,

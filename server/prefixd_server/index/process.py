@@ -38,8 +38,8 @@ class IndexState(Enum):
 
 
 OnChange: TypeAlias = Callable[[IndexState, Exception | None], None]
-OpenProcess: TypeAlias = Callable[[Path, bytes, float], Awaitable[Line]]
-"""(directory, store UUID, reply timeout in seconds); see open_line()."""
+OpenProcess: TypeAlias = Callable[[Path, bytes, float, bool], Awaitable[Line]]
+"""(directory, store UUID, reply timeout in seconds, make); see open_line()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,8 @@ class Index:
         self._keeper: asyncio.Task[None] | None = None
         self._refusal: ConfigError | None = None
         self._reason_told = ""
+        self._was_opened = False
+        """From then on the database is there; where it is not, none is made."""
         self._fault: Exception | None = None
         """What led to the state; None for READY."""
         self.state = IndexState.STARTING
@@ -291,7 +293,9 @@ class Index:
         fault: Exception = IndexUnavailable("the index was not opened")
         self._broken = asyncio.get_running_loop().create_future()
         try:
-            line = await self._open_process(self._directory, self._store_uuid, self._options.reply_timeout_s)
+            line = await self._open_process(
+                self._directory, self._store_uuid, self._options.reply_timeout_s, not self._was_opened
+            )
             await self._opened(line)
             ready = True
             tasks.append(asyncio.create_task(self._pump(line), name="index-pump"))
@@ -316,6 +320,7 @@ class Index:
             self.counters.resets += 1
             _log.warning("the index could not be opened; an empty one takes its place", reason=reason)
         self._line = line
+        self._was_opened = True
         await self._move(IndexState.READY, None)
 
     async def _pump(self, line: Line) -> None:

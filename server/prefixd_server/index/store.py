@@ -71,9 +71,11 @@ class Store:
     """An open database.
 
     Args:
-        directory: made when it is missing.
+        directory: of the database.
         store_uuid: of the NVMe directories that it belongs to.
         read_only: changes nothing on disk; what is damaged is left as it is.
+        make: whether a directory that is missing is made. Not where there was one: it was removed or
+            unmounted, and what is made in its place is foreign at the next start.
 
     Raises:
         StoreRefused: see there.
@@ -82,7 +84,13 @@ class Store:
     """
 
     def __init__(
-        self, directory: Path, store_uuid: bytes, files: Files | None = None, *, read_only: bool = False
+        self,
+        directory: Path,
+        store_uuid: bytes,
+        files: Files | None = None,
+        *,
+        read_only: bool = False,
+        make: bool = True,
     ) -> None:
         self._directory = directory
         self._uuid = store_uuid
@@ -99,7 +107,7 @@ class Store:
                     self._claim()
             return
         with _faults():
-            self._settle()
+            self._settle(make)
         self._db = self._open()
         try:
             self._claim()
@@ -112,14 +120,18 @@ class Store:
 
     # -- opening -------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Ends a rebuild that was cut short, and clears RocksDB's old reports."""
+    def _settle(self, make: bool) -> None:
+        """Ends a rebuild that was cut short, and clears RocksDB's old reports. Raises StoreFault."""
         rebuilt = self._beside("new")
         if rebuilt.exists():
             if self._directory.exists():
                 shutil.rmtree(rebuilt)
             else:
                 rebuilt.rename(self._directory)
+        if not make and not self._directory.exists():
+            raise StoreFault(
+                f"{self._directory} is gone; mount its drive or put it back, restart where it is lost"
+            )
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for report in self._directory.glob("LOG.old.*"):
             report.unlink()

@@ -24,7 +24,7 @@ from prefixd_server.base.files import Files, RealFiles
 from prefixd_server.base.types import SLOT_ALIGNMENT_BYTES, Tier
 from prefixd_server.media.aligned import aligned_buffer, is_aligned, round_up
 from prefixd_server.media.nvme_files import write_header
-from prefixd_server.media.nvme_format import HEADER_BYTES, INDEX_NAME, file_bytes
+from prefixd_server.media.nvme_format import HEADER_BYTES, INDEX_NAME, MARKER_NAME, file_bytes
 from prefixd_server.media.nvme_probe import probe
 from prefixd_server.media.nvme_store import StoreOpener, StoreReport
 from prefixd_server.media.stopwatch import Stopwatch
@@ -168,9 +168,17 @@ class NvmeMedium:
         return raised.generation
 
     def probe(self) -> None:
-        """Returns when every directory's disk works. Raises OSError, ENOSPC when one is full."""
+        """Returns when every directory is the store's still, and its disk works.
+
+        Raises:
+            OSError: ENOENT when one was unmounted or emptied, ENOSPC when one is full.
+        """
         for directory in self._directories:
             with self.stopwatch.call():
+                if MARKER_NAME not in self._files.names(directory):
+                    raise FileNotFoundError(
+                        errno.ENOENT, f"no {MARKER_NAME} there: not mounted, or emptied", str(directory)
+                    )
                 probe(self._files, directory)
 
     def close(self) -> None:
