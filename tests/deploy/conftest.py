@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,18 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def render() -> Render:
-    """render("gpu", "a.b=1"): the manifests of values-gpu.yaml with a.b set to 1; "" is the defaults."""
+    """render("gpu", "a.b=1"): the manifests of values-gpu.yaml with a.b set to 1; "" is the defaults.
 
-    def manifests(values: str, *settings: str) -> list[dict[str, Any]]:
-        files = [f"--values=values-{values}.yaml"] if values else []
-        changes = [word for setting in settings for word in ("--set", setting)]
-        done = helm("template", "test", ".", "--namespace", "caches", *files, *changes)
+    files: values that are what stands in a file.
+    """
+
+    def manifests(
+        values: str, *settings: str, files: Mapping[str, Path] | None = None
+    ) -> list[dict[str, Any]]:
+        chosen = [f"--values=values-{values}.yaml"] if values else []
+        changes = [f"--set={setting}" for setting in settings]
+        changes += [f"--set-file={name}={path}" for name, path in (files or {}).items()]
+        done = helm("template", "test", ".", "--namespace", "caches", *chosen, *changes)
         assert done.returncode == 0, done.stderr
         return [document for document in yaml.safe_load_all(done.stdout) if document]
 

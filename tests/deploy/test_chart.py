@@ -126,6 +126,20 @@ def test_a_stop_has_time_to_drain(render: Render, drain_s: int, tmp_path: Path) 
     assert pod(manifests)["terminationGracePeriodSeconds"] >= drain_s + 10
 
 
+@pytest.mark.parametrize("values", VALUES)
+def test_any_other_key_can_be_set_beside_the_chart_s_own(render: Render, values: str, tmp_path: Path) -> None:
+    extra = tmp_path / "extra.toml"
+    extra.write_text(
+        'listen = "127.0.0.1:7310"\ndram.segment = "1GiB"\nnvme.write_budget = "1TiB"\nlog.level = "debug"\n'
+        "[leases]\nttl_max_s = 60\n"
+    )
+    config = configuration(render(values, "nvme.sizeGiB=100", files={"extraConfig": extra}), tmp_path)
+    assert config.server.listen == "127.0.0.1:7310"
+    assert config.dram.segment_bytes == 1 << 30
+    assert (config.nvme.size_bytes, config.nvme.write_budget_bytes) == (100 << 30, 1 << 40)
+    assert (config.log.level, config.leases.ttl_max_s) == ("debug", 60)
+
+
 def test_an_upgrade_goes_node_by_node_and_never_runs_two_on_one(render: Render) -> None:
     strategy = one(render(""), "DaemonSet")["spec"]["updateStrategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}

@@ -22,7 +22,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{- /* The daemon's configuration file. */}}
+{{- /* The daemon's configuration file. Keys are dotted and no section is opened before extraConfig, so that it can
+add to any of them. */}}
 {{- define "prefixd.toml" -}}
 socket = {{ printf "%s/prefixd.sock" .Values.socketDir | quote }}
 socket_group = {{ .Values.socketGroup | quote }}
@@ -35,24 +36,20 @@ probes = "0.0.0.0:{{ .Values.probes.port }}"
 metrics = "0.0.0.0:{{ .Values.metrics.port }}"
 metrics_exposed = true
 {{- end }}
-
-[dram]
-size = "{{ .Values.dram.sizeGiB }}GiB"
-huge_pages = {{ .Values.dram.hugePages | quote }}
+dram.size = "{{ .Values.dram.sizeGiB }}GiB"
+dram.huge_pages = {{ .Values.dram.hugePages | quote }}
 {{- if .Values.nvme.sizeGiB }}
-
-[nvme]
-size = "{{ .Values.nvme.sizeGiB }}GiB"
+nvme.size = "{{ .Values.nvme.sizeGiB }}GiB"
 {{- end }}
 {{- if .Values.gpu.enabled }}
-
-[hbm]
-size = "{{ .Values.gpu.sizeGiB }}GiB"
-device = {{ .Values.gpu.device | quote }}
+hbm.size = "{{ .Values.gpu.sizeGiB }}GiB"
+hbm.device = {{ .Values.gpu.device | quote }}
 {{- end }}
+drain.timeout_s = {{ .Values.drainTimeoutSeconds }}
+{{- with .Values.extraConfig }}
 
-[drain]
-timeout_s = {{ .Values.drainTimeoutSeconds }}
+{{ . }}
+{{- end }}
 {{- range .Values.tenants }}
 
 [[tenants]]
@@ -65,9 +62,5 @@ quota = "{{ .quotaGiB }}GiB"
 {{- if .admin }}
 admin = true
 {{- end }}
-{{- end }}
-{{- with .Values.extraConfig }}
-
-{{ . }}
 {{- end }}
 {{- end }}
