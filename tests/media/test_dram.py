@@ -219,6 +219,22 @@ def test_a_cgroup_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert memory_limit.available_bytes() == 2000
 
 
+def test_the_page_cache_of_a_cgroup_does_not_count_as_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that has long been up is full of it; the kernel gives it up before it refuses anything."""
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("2900\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 1000\nfile 1900\nshmem 300\ninactive_anon 1300\ninactive_file 1500\nactive_file 100\n"
+    )
+    own = tmp_path / "cgroup"
+    own.write_text("0::/\n")
+    monkeypatch.setattr(memory_limit, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_limit, "_CGROUP_OF_SELF", own)
+    assert memory_limit.available_bytes() == 1700
+
+
 def test_reading_and_writing_whole_extents_round_trips(dram: DramMedium) -> None:
     data = np.random.default_rng(3).integers(0, 256, MIB, dtype=np.uint8)
     dram.write(0, MIB, memoryview(data.tobytes()))

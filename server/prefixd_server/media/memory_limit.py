@@ -43,14 +43,20 @@ def _cgroup_bytes() -> list[int]:
     if own is None:
         return []
     here = _CGROUP_ROOT / own.strip("/")
-    left = []
+    left: list[int] = []
     for folder in (here, *here.parents):
         if not folder.is_relative_to(_CGROUP_ROOT):
             break
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if limit is not None and used is not None:
-            left.append(max(0, limit - used))
+            left.append(max(0, limit - used + _page_cache_bytes(folder)))
     return left
+
+
+def _page_cache_bytes(folder: Path) -> int:
+    """Pages of files in a cgroup's use, which the kernel gives up first. Shared memory is not among them."""
+    fields = _fields(folder / "memory.stat")
+    return fields.get("inactive_file", 0) + fields.get("active_file", 0)
 
 
 def _number(path: Path) -> int | None:
@@ -62,15 +68,14 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Fields of /proc/meminfo in bytes; an empty dict when it cannot be read."""
+    """Fields of /proc/meminfo or a memory.stat, in bytes; an empty dict when it cannot be read."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return {}
     found = {}
     for line in lines:
-        name, _, rest = line.partition(":")
-        words = rest.split()
+        name, *words = line.replace(":", " ").split() or [""]
         if words and words[0].isdecimal():
             found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
     return found
