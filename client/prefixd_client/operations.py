@@ -51,7 +51,7 @@ class Call(Generic[T]):
     miss: T
     session: Session | None
     spec: NamespaceSpec
-    ending: Abort | None = None
+    ending: wire.LeaseRelease | Abort | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,7 @@ class Operations:
         for shard in shards:
             calls.block_bytes_of(self._spec, shard, 0)
         wait_s = calls.checked_wait(max_wait_s)
+        token = secrets.token_bytes(TOKEN_BYTES)
         request = wire.AcquireRequest(
             session_id=b"" if session is None else session.session_id,
             namespace=ref,
@@ -161,6 +162,7 @@ class Operations:
             ttl=calls.duration(ttl_s),
             request_id=request_id,
             max_wait=calls.duration(wait_s or None),
+            token=token,
         )
 
         def read(answer: wire.AcquireResponse, sent_at: float) -> ReadGrant | None:
@@ -184,6 +186,7 @@ class Operations:
             None,
             session if can_map and skip_blocks < len(run) else None,
             self._spec,
+            wire.LeaseRelease(token=token),
         )
 
     def prefetch(

@@ -110,6 +110,20 @@ async def test_a_reserve_whose_caller_was_cancelled_is_given_up(daemon) -> None:
         held.set()
 
 
+async def test_an_acquire_whose_caller_was_cancelled_is_released(daemon) -> None:
+    async with AsyncClient(daemon.path, options=PATIENT) as client:
+        namespace = await client.namespace(spec())
+        held = daemon.hold("Acquire")
+        task = asyncio.create_task(namespace.acquire(RUN))
+        acquire = await asyncio.to_thread(daemon.wait_asked, "Acquire")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        release = await asyncio.to_thread(daemon.wait_asked, "Release")
+        assert [(entry.token, list(entry.shards)) for entry in release.releases] == [(acquire.token, [])]
+        held.set()
+
+
 async def cancelled_again_and_again(held: HeldCopies) -> None:
     """Cancels every other task while a copy is under way: as scopes do that insist, and asyncio.run() at its
     end."""

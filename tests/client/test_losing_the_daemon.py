@@ -13,7 +13,7 @@ from prefixd.v1 import cache_service_pb2 as wire
 from prefixd_client import Client, DaemonRefused, RunHits
 
 from tests.support.clients import PATIENT, HeldCopies, data_of, empty, is_ready, run_of, spec, stored, until
-from tests.support.fake_daemon import SEGMENT_ID, fake_daemon
+from tests.support.fake_daemon import SEGMENT_ID, FakeDaemon, fake_daemon
 
 HASTY = replace(PATIENT, lookup_timeout_s=0.2, probe_pause_min_s=0.05)
 RUN = run_of(3)
@@ -67,6 +67,26 @@ def test_reserves_that_the_breaker_cut_short_are_given_up(daemon) -> None:
         aborts = [daemon.wait_asked("Abort", count) for count in (1, 2)]
         held.set()
         assert {abort.token for abort in aborts} == {reserve.token for reserve in reserves}
+
+
+def test_acquires_that_the_breaker_cut_short_are_released(daemon) -> None:
+    """The daemon may have granted them, and a device's slots would wait for this process's end."""
+    with Client(daemon.path, options=HASTY) as client, ThreadPoolExecutor(2) as pool:
+        namespace = client.namespace(spec())
+        stored(namespace, RUN)
+        held = daemon.hold("Acquire")
+        waiting = [pool.submit(namespace.acquire, RUN, timeout_s=600.0) for _ in range(2)]
+        tokens = {daemon.wait_asked("Acquire", count).token for count in (1, 2)}
+        client.control.open_breaker("a lookup's deadline has passed")
+        assert [call.result(20) for call in waiting] == [None, None]
+        until(lambda: tokens == released(daemon))
+        held.set()
+
+
+def released(daemon: FakeDaemon) -> set[bytes]:
+    """Tokens of leases of which all shards were released."""
+    requests = [request for method, request in list(daemon.asked) if method == "Release"]
+    return {entry.token for request in requests for entry in request.releases if not entry.shards}
 
 
 def test_while_the_breaker_is_open_nothing_is_asked(daemon) -> None:

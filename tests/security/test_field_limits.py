@@ -46,7 +46,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "heartbeat.renew_tokens[]": ID,
     },
     "Lookup": RUN,
-    "Acquire": SESSION | RUN | {"redeem_shards": Limit(1), "request_id": NAME},
+    "Acquire": SESSION | RUN | TOKEN | {"redeem_shards": Limit(1), "request_id": NAME},
     "Redeem": SESSION | TOKEN,
     "Release": SESSION
     | {

@@ -151,7 +151,7 @@ class FakeDaemon(cache_service_pb2_grpc.CacheServiceServicer):
         hit = self._hits(request.block_hashes)
         answer = wire.AcquireResponse(hits=found.hits, miss_block_count=found.miss_block_count)
         if hit > request.skip_block_count:
-            answer.lease.CopyFrom(self._lease(secrets.token_bytes(16)))
+            answer.lease.CopyFrom(self._lease(request.token or secrets.token_bytes(16)))
             extents = [
                 self._extent(index, *self.blocks[request.block_hashes[index]])
                 for index in range(request.skip_block_count, hit)

@@ -87,10 +87,14 @@ class WireEngine:
         ref: types_pb2.NamespaceRef = answer.namespace
         return ref
 
-    async def open_session(self, instance_id: str = "engine", *, attach: bool = True) -> None:
+    async def open_session(
+        self, instance_id: str = "engine", *, attach: bool = True, devices: Sequence[str] = ()
+    ) -> None:
         """Opens the session, and the companion connection unless told otherwise."""
         self.stream = self.cache.OpenSession()
-        hello = cache_service_pb2.SessionHello(instance_id=instance_id, engine_name="test", pid=os.getpid())
+        hello = cache_service_pb2.SessionHello(
+            instance_id=instance_id, engine_name="test", pid=os.getpid(), readable_devices=devices
+        )
         await self.stream.write(cache_service_pb2.OpenSessionRequest(hello=hello))
         self.opened = (await self.stream.read()).opened
         self.session_id = self.opened.session_id

@@ -216,6 +216,28 @@ async def test_an_abort_that_overtakes_its_reserve_wins(scene: Scene) -> None:
     await give_back(scene)
 
 
+async def test_a_token_that_was_chosen_for_an_acquire_names_its_lease_alone(scene: Scene) -> None:
+    await scene.engine.store(scene.ref, HASHES, BLOCKS)
+    session, token = {"session_id": scene.engine.session_id}, bytes(range(16))
+    acquire = session | {"namespace": scene.ref, "block_hashes": HASHES, "token": token}
+    short = await scene.engine.refused("Acquire", **(acquire | {"token": b"short"}))
+    assert (short.code, short.reason) == (Code.INVALID_ARGUMENT, "FIELD_INVALID")
+    assert (await scene.engine.call("Acquire", **acquire)).lease.token == token
+    again = await scene.engine.refused("Acquire", **acquire)
+    assert (again.code, again.reason) == (Code.FAILED_PRECONDITION, "LEASE_TOKEN_USED")
+    await give_back(scene, read=token)
+
+
+async def test_a_release_that_overtakes_its_acquire_wins(scene: Scene) -> None:
+    await scene.engine.store(scene.ref, HASHES, BLOCKS)
+    session, token = {"session_id": scene.engine.session_id}, bytes(range(16))
+    release = session | {"releases": [wire.LeaseRelease(token=token)]}
+    assert (await scene.engine.call("Release", **release)).released_count == 0
+    acquire = session | {"namespace": scene.ref, "block_hashes": HASHES, "token": token}
+    late = await scene.engine.refused("Acquire", **acquire)
+    assert (late.code, late.reason) == (Code.FAILED_PRECONDITION, "LEASE_TOKEN_USED")
+
+
 async def test_a_commit_without_checksums_is_refused(scene: Scene) -> None:
     reserved = await scene.engine.reserve(scene.ref, HASHES[:1])
     refusal = await scene.engine.refused(

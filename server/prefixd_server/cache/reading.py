@@ -134,11 +134,17 @@ class Reading:
         redeem_shards: tuple[int, ...],
         ttl_s: float | None,
         request_id: str = "",
+        token: bytes = b"",
     ) -> Acquired:
-        """Leases the longest resident prefix beyond `skip_count`, for all shards at once."""
+        """Leases the longest resident prefix beyond `skip_count`, for all shards at once.
+
+        Args:
+            token: the lease's, as its caller has chosen it; empty: a random one.
+        """
         self._state.refuse_when_draining()
         session = self._sessions.get(tenant, session_id)
         namespace = self._state.catalog.namespaces.get(tenant, ref)
+        self._state.leases.refuse_used(tenant, token)
         found = self._find(namespace, hashes, namespace.spec.parts, self._readable(session))
         run = found.run(len(hashes))
         self.count(tenant, run)
@@ -156,7 +162,7 @@ class Reading:
         if self._state.leases.live_count(tenant) >= self._state.quotas.leases(tenant):
             raise _too_many_leases(self._state.quotas.leases(tenant))
         ttl = self._state.lease_ttl_s(ttl_s)
-        lease = self._lease(session, namespace, found, skip_count, ttl)
+        lease = self._lease(session, namespace, found, skip_count, ttl, token)
         self._prefetching.acquired(session, namespace, hashes, request_id, lease)
         extents = tuple(e for shard in redeem_shards for e in self._extents(lease, shard))
         return Acquired(run, LeaseGrant(lease.token, ttl), extents, self._devices(session, extents))
@@ -299,7 +305,7 @@ class Reading:
         return Found(rows_of, hit, known, tiers[:known], reach_of)
 
     def _lease(
-        self, session: Session, namespace: Namespace, found: Found, skip: int, ttl_s: float
+        self, session: Session, namespace: Namespace, found: Found, skip: int, ttl_s: float, token: bytes
     ) -> ReadLease:
         shards: dict[int, list[LeasedPiece]] = {}
         for (shard, group), rows in found.rows.items():
@@ -309,7 +315,7 @@ class Reading:
                 self._state.apply(CopiesLeased(tier, slots))
                 shards.setdefault(shard, []).append(LeasedPiece(group, tier, skip + first, slots))
         lease = ReadLease(
-            token=secrets.token_bytes(TOKEN_BYTES),
+            token=token or secrets.token_bytes(TOKEN_BYTES),
             tenant=session.tenant,
             instance_id=session.instance_id,
             pid=session.pid,

@@ -47,6 +47,8 @@ class Releasing:
     def _let_go(self, session: Session, entry: LeaseRelease) -> bool:
         """Ends what there is of the lease, which may have ended while its blocks were verified.
 
+        An Acquire that chose this token and has not begun is refused when it does.
+
         Returns:
             Whether anything waited for the word.
         """
@@ -54,6 +56,8 @@ class Releasing:
         orphaned = self._endings.release_orphan(entry.token, *ids, entry.shards)
         lease = self._lease(session, entry.token)
         if lease is None:
+            if not orphaned and not entry.shards:
+                self._state.leases.forestall(session.tenant, entry.token)
             return orphaned
         self._endings.release_shards(lease, entry.shards or tuple(lease.shards))
         return True

@@ -83,6 +83,7 @@ class CacheService:
             requests.redeem_shards(request.redeem_shards, spec),
             checks.span_s(request, "ttl"),
             checks.utf8("request_id", request.request_id, requests.NAME_BYTES_MAX),
+            requests.chosen_token(request.token),
         )
         after_s = self._cache.ready_after_s(self._tenant, ref, run) if acquired.run.pending_count else None
         return answers.acquired(acquired, self._cache.boot_id, after_s)

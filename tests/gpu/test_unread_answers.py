@@ -1,0 +1,107 @@
+"""An Acquire that was granted, and whose answer nobody reads, leaves no lease on a device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prefixd.v1 import types_pb2
+from prefixd_client import AsyncClient
+from prefixd_server.app.daemon import Daemon
+from prefixd_server.base.types import Tier
+
+from tests.support.clients import BLOCK_BYTES, PATIENT, run_of, spec
+from tests.support.daemon import running_daemon
+from tests.support.fake_cuda import uuid_of
+from tests.support.wire_engine import WireEngine, checksum_of, wire_engine
+
+RUN = run_of(8)
+SETTINGS = {"hbm__size": "4MiB", "hbm__segment": "2MiB", "hbm__device": uuid_of(0)}
+SCHEDULER = replace(PATIENT, redeemer_devices=(uuid_of(0),))
+"""A process whose workers open the device."""
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def relay(daemon: Path, socket: Path) -> AsyncIterator[asyncio.Event]:
+    """Passes bytes on between callers and the daemon; back to them only while the event is set."""
+    passes_back = asyncio.Event()
+    passes_back.set()
+
+    connections: list[asyncio.Task[None]] = []
+
+    async def pass_on(
+        source: asyncio.StreamReader, target: asyncio.StreamWriter, *gates: asyncio.Event
+    ) -> None:
+        while data := await source.read(65_536):
+            for gate in gates:
+                await gate.wait()
+            target.write(data)
+        target.close()
+
+    async def connect(asking: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        answering, forth = await asyncio.open_unix_connection(daemon)
+        try:
+            await asyncio.gather(pass_on(asking, forth), pass_on(answering, back, passes_back))
+        finally:
+            for writer in (forth, back):
+                writer.close()
+            await asyncio.gather(forth.wait_closed(), back.wait_closed(), return_exceptions=True)
+
+    def connected(asking: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.create_task(connect(asking, back)))
+
+    async with await asyncio.start_unix_server(connected, socket):
+        try:
+            yield passes_back
+        finally:
+            for connection in connections:
+                connection.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
+
+
+def leased(daemon: Daemon) -> int:
+    """Leases on slots in HBM."""
+    return daemon.cache.state.catalog.slots[Tier.HBM].lease_total()
+
+
+async def put_there(engine: WireEngine, ref: types_pb2.NamespaceRef) -> None:
+    """The run, in HBM; nobody looks at its bytes."""
+    reserved = await engine.reserve(ref, RUN, wanted_tier=types_pb2.TIER_HBM)
+    assert {extent.tier for extent in reserved.extents} == {types_pb2.TIER_HBM}
+    ids = {"session_id": engine.session_id, "token": reserved.lease.token}
+    await engine.call("Commit", checksums=[checksum_of(bytes(BLOCK_BYTES))] * len(RUN), **ids)
+
+
+@pytest.mark.usefixtures("machine")
+async def test_an_acquire_whose_answer_nobody_reads_is_given_up() -> None:
+    async with running_daemon(**SETTINGS) as daemon, wire_engine(daemon.config.socket_path, None) as engine:
+        await until(lambda: daemon.cache.hbm is not None and daemon.cache.hbm.tier.reason == "")
+        await engine.open_session("writer", devices=[uuid_of(0)])
+        socket = daemon.config.socket_path.with_name("r.sock")
+        async with (
+            relay(daemon.config.socket_path, socket) as passes_back,
+            AsyncClient(socket, options=SCHEDULER) as client,
+        ):
+            namespace = await client.namespace(spec())
+            ((_, ref),) = client.control.session.refs.items()
+            await put_there(engine, ref)
+            assert (await namespace.lookup(RUN)).hit_count == len(RUN)
+            passes_back.clear()
+            asking = asyncio.create_task(namespace.acquire(RUN, shards=()))
+            await until(lambda: leased(daemon) == len(RUN))
+            asking.cancel()
+            passes_back.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await until(lambda: leased(daemon) == 0)
+            assert daemon.cache.state.leases.orphans == {}
