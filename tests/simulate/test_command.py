@@ -134,3 +134,61 @@ def test_a_wrong_option_is_refused_in_words(log: Path, arguments: tuple[str, ...
     told = run(log, *arguments)
     assert told.exit_code == 2
     assert words in told.output
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_wrong_line_is_named_before_anything_is_replayed(log: Path, tmp_path: Path, processes: str) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"timestamp_ms": 1}\n')
+    told = run(log, wrong, "--policy", "lru", "--processes", processes)
+    assert told.exit_code == 2
+    assert f"{wrong}:1: a field is missing" in told.output
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_replayed(
+    log: Path, tmp_path: Path, option: str
+) -> None:
+    told = run(log, "--policy", "lru", "--fraction", "0.1", option, tmp_path / "absent" / "out")
+    assert told.exit_code == 2
+    assert "Run the policy" not in told.output
+    assert option in told.output
+    assert str(tmp_path / "absent") in told.output
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (("--dram", "1MiB"), "--dram"),
+        (("--dram", "1MiB", "--nvme", "8GiB"), "--dram"),
+        (("--dram", "1GiB", "--nvme", "1MiB"), "--nvme"),
+        (("--dram", "0"), "--dram"),
+        (("--hbm", "1GiB", "--dram", "0", "--nvme", "1GiB"), "--dram"),
+    ],
+)
+def test_a_tier_that_holds_no_block_is_refused_in_words(
+    log: Path, sizes: tuple[str, ...], words: str
+) -> None:
+    told = run(log, "--policy", "lru", *sizes)
+    assert told.exit_code == 2, told.exception
+    assert words in told.output
+
+
+def test_sizes_of_nothing_leave_a_tier_out(log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    told = run(log, "--policy", "lru", "--dram", "0,1GiB", "--nvme", "0,8GiB", "--json", out)
+    assert told.exit_code == 0, told.output
+    sizes = [(row["dram_bytes"] >> 30, row["nvme_bytes"] >> 30) for row in results(out)]
+    assert sizes == [(0, 8), (1, 0), (1, 8)]
+
+
+def test_traces_of_one_name_are_told_apart(log: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "talk.jsonl", tmp_path / "out.json"
+    other.write_text("".join(log.read_text().splitlines(keepends=True)[:20]))
+    told = run(log, other, "--policy", "lru", "--fraction", "0.2", "--json", out)
+    assert told.exit_code == 0, told.output
+    first, second = results(out)
+    assert (first["trace"], second["trace"]) == (str(log), str(other))
+    assert (first["seed_count"], second["seed_count"]) == (1, 1)
+    assert first["input_tokens"] > second["input_tokens"]
+    assert told.output.count("Run the policy") == 2

@@ -37,11 +37,14 @@ class PrefixdError(Exception):
     def __init__(
         self, reason: str, message: str, *, retry_after_s: float | None = None, **metadata: object
     ) -> None:
-        super().__init__(message)
+        super().__init__(reason, message)  # What it is made from again in another process.
         self.reason = reason
         self.message = message
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
         self.metadata = {name: str(value) for name, value in metadata.items()}
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InvalidRequest(PrefixdError):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,10 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.sizes import human_size
 from prefixd_server.simulate.advice import advise_one_tier, advise_tiers
 from prefixd_server.simulate.arrivals import PREFILL_TOKENS_PER_S, TPOT_S, TTFT_BASE_S, ServingModel
-from prefixd_server.simulate.options import FRACTIONS_DEFAULT, fraction_list, policy_list, size_list
+from prefixd_server.simulate.options import (
+    FRACTIONS_DEFAULT,
+    fraction_list,
+    output_path,
+    policy_list,
+    size_list,
+)
 from prefixd_server.simulate.page import render_page
 from prefixd_server.simulate.policies import FLAT, OPTIMUM
 from prefixd_server.simulate.processes import run_all
@@ -28,6 +36,7 @@ from prefixd_server.simulate.tables import one_tier_table, tiers_table
 from prefixd_server.simulate.tier_study import PINNING as TIER_PINNING
 from prefixd_server.simulate.tier_study import TierJob, TierOutcome, run_tier_job
 from prefixd_server.simulate.tiers import TierSizes
+from prefixd_server.simulate.traces import name_of
 
 KV_BYTES_PER_TOKEN = 131_072
 """An 8B model with 32 layers, 8 KV heads of 128, two bytes."""
@@ -122,13 +131,15 @@ Result = TypeVar("Result")
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    callback=output_path,
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write the results as a JSON list.",
 )
 @click.option(
     "--html",
     "html_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    callback=output_path,
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write a page with plots and a recommendation.",
 )
 def simulate(
@@ -157,22 +168,26 @@ def simulate(
     node of several tiers is replayed, else one tier of each --fraction.
     """
     serving = ServingModel(ttft_base, prefill_rate, tpot)
-    sources = [TraceSource(path, tokenizer, block_tokens) for path in traces]
+    sources = _sources(traces, tokenizer, block_tokens)
     runner = _Runner(Console(stderr=True), processes or len(os.sched_getaffinity(0)))
     outcomes: list[Outcome] = []
     tier_outcomes: list[TierOutcome] = []
+    sizes: list[TierSizes] = []
     if any((hbm, dram, nvme)):
         unfit = [name for name in policies if name in FLAT or name == OPTIMUM]
         if set(policies) <= set(unfit):
             raise click.UsageError(f"{', '.join(unfit)}: not for several tiers")
         if unfit:
             click.echo(f"left out, not for several tiers: {', '.join(unfit)}", err=True)
-        if (hbm and nvme) and not dram:
-            raise click.UsageError("--hbm and --nvme stand beside DRAM: give --dram too")
         sizes = [
             TierSizes(*of, kv_bytes_per_token)
             for of in itertools.product(hbm or [0], dram or [0], nvme or [0])
+            if any(of)
         ]
+        if not sizes:
+            raise click.UsageError("--hbm, --dram and --nvme are all 0: give one of them a size")
+    shapes = _shapes(runner, sources, sizes)
+    if sizes:
         tier_jobs = [
             TierJob(source, policy, size, 0, serving, not ignore_stop, queue_s)
             for source in sources
@@ -184,7 +199,6 @@ def simulate(
     else:
         jobs = jobs_for(sources, policies, fractions, list(range(seeds)), serving, not ignore_stop)
         outcomes = mean_over_seeds(runner.run(run_job, jobs))
-    shapes = runner.run(_shape, sources)
     advice = _advice(shapes, outcomes, tier_outcomes, kv_bytes_per_token)
     _print(outcomes, tier_outcomes, advice)
     if json_path is not None:
@@ -220,6 +234,27 @@ class _Runner:
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("replaying", total=len(jobs))
             return run_all(work, jobs, self._process_count, lambda _result: progress.advance(task))
+
+
+def _sources(paths: Sequence[Path], tokenizer: Path | None, block_tokens: int) -> list[TraceSource]:
+    """Each trace once, by its file's name; by its path where several have that name."""
+    distinct = list(dict.fromkeys(paths))
+    times = Counter(name_of(path) for path in distinct)
+    names = [name_of(path) if times[name_of(path)] == 1 else str(path) for path in distinct]
+    return [
+        TraceSource(path, tokenizer, block_tokens, name) for path, name in zip(distinct, names, strict=True)
+    ]
+
+
+def _shapes(runner: _Runner, sources: list[TraceSource], sizes: list[TierSizes]) -> list[Shape]:
+    """Reads all traces, so that what is wrong with one or with a size is said before the first replay."""
+    try:
+        shapes = runner.run(_shape, sources)
+        for shape, size in itertools.product(shapes, sizes):
+            size.blocks(shape.block_tokens)
+    except ConfigError as error:
+        raise click.UsageError(error.message) from error
+    return shapes
 
 
 def _shape(source: TraceSource) -> Shape:

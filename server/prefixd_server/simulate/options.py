@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from prefixd_server.base.sizes import parse_size
@@ -40,3 +42,10 @@ def size_list(_ctx: click.Context, _param: click.Parameter, value: str | None) -
         return [parse_size(part) for part in value.split(",")]
     except ValueError as error:
         raise click.BadParameter(f"{value!r} {error}") from error
+
+
+def output_path(_ctx: click.Context, _param: click.Parameter, value: Path | None) -> Path | None:
+    """A file that can be written when all is done."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"{value}: there is no directory {value.parent}")
+    return value

@@ -36,6 +36,7 @@ class Shape:
     """Of one trace. Ratios are 0 to 1."""
 
     trace: str
+    block_tokens: int
     request_count: int
     duration_s: float
     mean_input_tokens: float
@@ -66,6 +67,7 @@ def shape_of(trace: Trace) -> Shape:
     p50, p99 = np.quantile(gaps, [0.5, 0.99]).tolist() if len(gaps) else (0.0, 0.0)
     return Shape(
         trace=trace.name,
+        block_tokens=trace.block_tokens,
         request_count=trace.request_count,
         duration_s=float(trace.arrival_s[-1]),
         mean_input_tokens=float(trace.input_tokens.mean()),

@@ -26,11 +26,15 @@ PINNING = "own chain pinned at its arrival instant only"
 
 @dataclass(frozen=True, slots=True)
 class TraceSource:
-    """Where a trace comes from, so that a process can read it for itself."""
+    """Where a trace comes from, so that a process can read it for itself.
+
+    name: what to call it, where not after its file.
+    """
 
     path: Path
     tokenizer: Path | None = None
     block_tokens: int = 512
+    name: str = ""
 
     def read(self) -> Trace:
         """Reads it, once per process."""
@@ -40,7 +44,8 @@ class TraceSource:
 @lru_cache(maxsize=2)
 def _read(source: TraceSource) -> Trace:
     tokenizer = None if source.tokenizer is None else load_tokenizer(source.tokenizer)
-    return read_trace(source.path, tokenizer, source.block_tokens)
+    trace = read_trace(source.path, tokenizer, source.block_tokens)
+    return replace(trace, name=source.name or trace.name)
 
 
 @dataclass(frozen=True, slots=True)

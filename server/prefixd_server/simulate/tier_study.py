@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from prefixd_server.base.errors import ConfigError
-from prefixd_server.base.sizes import human_size
 from prefixd_server.base.types import Tier
 from prefixd_server.simulate.arrivals import ServingModel
 from prefixd_server.simulate.policies import TREE
@@ -70,12 +68,6 @@ def run_tier_job(job: TierJob) -> TierOutcome:
     capacities = job.sizes.blocks(trace.block_tokens)
     policy = TREE[job.policy](trace, sum(capacities.values()))
     block_bytes = job.sizes.kv_bytes_per_token * trace.block_tokens
-    if len(capacities) > 1 and Tier.DRAM not in capacities:
-        raise ConfigError(
-            "DRAM_TOO_SMALL",
-            f"the other tiers stand beside DRAM, and {human_size(job.sizes.dram_bytes)} of it hold no "
-            f"block of {human_size(block_bytes)}: raise --dram",
-        )
     replay = TierReplay(
         trace, policy, capacities, block_bytes, job.seed, job.serving, job.use_stops, job.queue_s
     )

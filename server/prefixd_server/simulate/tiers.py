@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_server.base.config import MigrationConfig
+from prefixd_server.base.errors import ConfigError
+from prefixd_server.base.sizes import format_size
 from prefixd_server.base.types import NO_ROW, Rows, Tier
 from prefixd_server.cache.room import slack_count
 from prefixd_server.cache.worth import AT_ANY_PRICE
@@ -40,10 +42,24 @@ class TierSizes:
     kv_bytes_per_token: int
 
     def blocks(self, block_tokens: int) -> dict[Tier, int]:
-        """Blocks of each tier that is there, fastest first."""
+        """Blocks of each tier that is there, fastest first.
+
+        Raises:
+            ConfigError: TIER_TOO_SMALL, a tier holds no block; DRAM_MISSING, HBM and NVMe without it.
+        """
         block_bytes = self.kv_bytes_per_token * block_tokens
         sizes = {Tier.HBM: self.hbm_bytes, Tier.DRAM: self.dram_bytes, Tier.NVME: self.nvme_bytes}
-        return {tier: size // block_bytes for tier, size in sizes.items() if size // block_bytes}
+        there = {tier: size for tier, size in sizes.items() if size}
+        for tier, size in there.items():
+            if size < block_bytes:
+                raise ConfigError(
+                    "TIER_TOO_SMALL",
+                    f"--{tier.name.lower()} {format_size(size)} holds no block of "
+                    f"{format_size(block_bytes)}: raise it, or leave the tier out",
+                )
+        if len(there) > 1 and Tier.DRAM not in there:
+            raise ConfigError("DRAM_MISSING", "--hbm and --nvme stand beside DRAM: give --dram too")
+        return {tier: size // block_bytes for tier, size in there.items()}
 
 
 class TierReplay(NodeCopies):

@@ -120,6 +120,11 @@ def read_trace(path: Path, tokenizer: Tokenizer | None = None, block_tokens: int
     return _build(path, reader.block_tokens, requests)
 
 
+def name_of(path: Path) -> str:
+    """What a trace is called, after its file."""
+    return path.name.removesuffix(".zst").removesuffix(".jsonl")
+
+
 def _build(path: Path, block_tokens: int, requests: list[Request]) -> Trace:
     requests = sorted(requests, key=lambda request: request.time_s)
     times = np.array([request.time_s for request in requests], dtype=np.float64)
@@ -128,7 +133,7 @@ def _build(path: Path, block_tokens: int, requests: list[Request]) -> Trace:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     _check_parents(path, known, dense, starts)
     return Trace(
-        name=path.name.removesuffix(".zst").removesuffix(".jsonl"),
+        name=name_of(path),
         block_tokens=block_tokens,
         arrival_s=times - times[0],
         input_tokens=np.array([request.input_tokens for request in requests], dtype=np.int64),
