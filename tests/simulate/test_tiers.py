@@ -192,3 +192,34 @@ def test_a_link_carries_one_transfer_after_the_other() -> None:
     assert link.move(50, now=10.0) == 12.5
     assert link.move(0, now=10.0) == 10.0
     assert link.by_bins(20.0, 4) == [0, 0, 150, 0]
+
+
+def test_what_waits_for_its_bytes_keeps_nothing_else_from_its_link() -> None:
+    link = Link("up", LinkRate(bytes_per_s=100.0, latency_s=0.0))
+    assert link.move(100, now=0.0, ready_at=10.0) == 11.0
+    assert link.move(200, now=1.0) == 3.0
+    assert link.move(800, now=1.0) == 19.0, "too much for what is left before"
+    assert link.move(100, now=2.0, ready_at=4.0) == 5.0
+    assert link.move(100, now=2.0) == 4.0
+    assert link.move(500, now=2.0) == 10.0
+    assert link.move(100, now=2.0) == 20.0
+    assert link.bytes_total == 1900
+    assert link.by_bins(20.0, 4) == [400, 500, 500, 500]
+
+
+def test_a_hit_in_dram_does_not_wait_for_what_another_reads_from_nvme() -> None:
+    runs = [*chains(14, 4), [0, 1, 2, 3], [52, 53, 54, 55]]
+    arrivals = [*map(float, range(14)), 14.0, 14.0]
+    replay = replay_of(trace_of(runs, arrivals), {Tier.DRAM: 40, Tier.NVME: 80}, LruPolicy(), AT_ONCE)
+    replay.run()
+    assert replay.hit_blocks == {Tier.DRAM: 4, Tier.NVME: 4}
+    to_gpu = HBM_DRAM.latency_s + 4 * BLOCK_BYTES / HBM_DRAM.bytes_per_s
+    assert replay.ttft_s[14] > 2 * to_gpu
+    assert replay.ttft_s[15] == pytest.approx(to_gpu)
+
+
+def test_a_link_carries_in_no_time_more_than_its_rate() -> None:
+    link = Link("up", LinkRate(bytes_per_s=100.0, latency_s=0.0))
+    link.move(1000, now=1.0)
+    assert link.by_bins(12.0, 4) == [200, 300, 300, 200]
+    assert max(link.by_bins(12.0, 60)) <= 100 * 12 / 60

@@ -1,12 +1,15 @@
 """Modelled links between tiers: one queue each, a fixed rate and a latency per transfer.
 
-What moves waits for what was asked for before. Nothing here is measured; the
-rates are assumptions that the operator can set, and the report states them.
+What moves waits for what was asked for before and is there. Nothing here is measured; the
+rates are assumptions (docs/simulator.md).
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from prefixd_server.base.types import Tier
 
@@ -28,35 +31,66 @@ DRAM_NVME_WRITE = LinkRate(3e9, 30e-6)
 
 @dataclass(slots=True)
 class Link:
-    """One direction of a link: when it is free, and what it has carried.
-
-    carried: (second of the clock, bytes), for plots.
-    """
+    """One direction of a link: when it is free, and what it has carried."""
 
     name: str
     rate: LinkRate
     free_at: float = 0.0
     bytes_total: int = 0
-    carried: dict[int, int] = field(default_factory=dict)
+    _gaps: list[tuple[float, float]] = field(default_factory=list)
+    """Before free_at, ascending: what transfers leave free that wait for their bytes."""
+    _begun: array[float] = field(default_factory=lambda: array("d"))
+    _ended: array[float] = field(default_factory=lambda: array("d"))
+    _sizes: array[int] = field(default_factory=lambda: array("q"))
 
-    def move(self, size_bytes: int, now: float) -> float:
-        """Queues a transfer; when it has arrived."""
+    def move(self, size_bytes: int, now: float, ready_at: float = 0.0) -> float:
+        """Queues a transfer; when it has arrived.
+
+        Args:
+            ready_at: when its bytes are there, if later. What is asked for meanwhile goes before it,
+                where it fits whole.
+        """
+        ready_at = max(now, ready_at)
         if size_bytes == 0:
-            return now
-        start = max(now, self.free_at)
-        self.free_at = start + self.rate.latency_s + size_bytes / self.rate.bytes_per_s
+            return ready_at
+        takes = self.rate.latency_s + size_bytes / self.rate.bytes_per_s
+        start = self._reserve(now, ready_at, takes)
         self.bytes_total += size_bytes
-        second = int(start)
-        self.carried[second] = self.carried.get(second, 0) + size_bytes
-        return self.free_at
+        self._begun.append(start)
+        self._ended.append(start + takes)
+        self._sizes.append(size_bytes)
+        return start + takes
+
+    def _reserve(self, now: float, ready_at: float, takes: float) -> float:
+        """Takes the first time from `ready_at` on that nobody has taken; its beginning."""
+        while self._gaps and self._gaps[0][1] <= now:
+            del self._gaps[0]
+        for place, (first, end) in enumerate(self._gaps):
+            start = max(first, ready_at)
+            if start + takes <= end:
+                left = ((first, start), (start + takes, end))
+                self._gaps[place : place + 1] = [gap for gap in left if gap[0] < gap[1]]
+                return start
+        start = max(ready_at, self.free_at)
+        if start > max(now, self.free_at):
+            self._gaps.append((max(now, self.free_at), start))
+        self.free_at = start + takes
+        return start
 
     def by_bins(self, duration_s: float, bin_count: int) -> list[int]:
         """Bytes carried in each of equal parts of the duration, which reaches to the last transfer."""
-        width = max(duration_s / bin_count, 1e-9)
-        bins = [0] * bin_count
-        for second, size_bytes in self.carried.items():
-            bins[min(int(second / width), bin_count - 1)] += size_bytes
-        return bins
+        if self.bytes_total == 0:
+            return [0] * bin_count
+        begun, ended, sizes = np.array(self._begun), np.array(self._ended), np.array(self._sizes)
+        order = np.argsort(begun)
+        carried = np.cumsum(sizes[order])
+        times = np.column_stack([begun[order], ended[order]]).ravel()
+        totals = np.column_stack([carried - sizes[order], carried]).ravel()
+        edges = np.linspace(0.0, duration_s, bin_count + 1)
+        by_edge = np.rint(np.interp(edges, times, totals)).astype(np.int64)
+        by_edge[-1] = self.bytes_total
+        parts: list[int] = np.diff(by_edge).tolist()
+        return parts
 
 
 class Links:

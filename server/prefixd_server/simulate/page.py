@@ -142,7 +142,7 @@ def _tier_charts(tiers: list[TierOutcome]) -> list[tuple[str, str]]:
         ),
     ]
     for outcome, label in zip(tiers, labels, strict=True):
-        width = max(outcome.links_busy_s, 1.0) / TIME_BIN_COUNT
+        width = max(outcome.links_busy_s, 1e-9) / TIME_BIN_COUNT
         hours = [i * width / 3600 for i in range(TIME_BIN_COUNT)]
         lines = [
             Series(name, hours, [size / width / 1e9 for size in moved])

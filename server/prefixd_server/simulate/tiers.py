@@ -177,7 +177,8 @@ class TierReplay(NodeCopies):
                 if tier is not self.store_tier:
                     self._promote(request, cold)
             if tier >= Tier.DRAM:
-                arrived = self.links.up[Tier.DRAM].move(found * self.block_bytes, max(arrived, ready_at))
+                there_at = max(arrived, ready_at)
+                arrived = self.links.up[Tier.DRAM].move(found * self.block_bytes, now, there_at)
             ready_at = max(ready_at, arrived)
         return ready_at
 
