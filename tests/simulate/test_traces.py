@@ -55,6 +55,15 @@ def test_a_packed_trace_of_several_frames_is_read_whole(tmp_path: Path) -> None:
         json.dumps(line(5, [7]) | {"hash_ids": [1.5]}),
         json.dumps(line(5, [7]) | {"hash_ids": [[1], [2]]}),
         json.dumps(line(5, [7]) | {"block_tokens": 16}),
+        json.dumps(line(5, [7]) | {"block_tokens": 512.5}),
+        json.dumps(line(5, [7]) | {"timestamp_ms": float("nan")}),
+        json.dumps(line(5, [7]) | {"timestamp_ms": float("inf")}),
+        json.dumps(line(5, [7]) | {"input_length": 10**30}),
+        json.dumps(line(5, [7]) | {"output_length": 10**30}),
+        json.dumps(line(5, [2**80])),
+        json.dumps(line(5, [7, 9, 7])),
+        '{"timestamp_ms": ' + "1" * 5000 + "}",
+        "[" * 100_000,
     ],
 )
 def test_a_wrong_line_is_named_with_its_file_and_number(tmp_path: Path, wrong: str) -> None:
@@ -64,6 +73,28 @@ def test_a_wrong_line_is_named_with_its_file_and_number(tmp_path: Path, wrong: s
         read_trace(path)
     assert raised.value.reason == "TRACE_UNREADABLE"
     assert f"{path}:4:" in str(raised.value)
+
+
+def test_a_line_that_is_no_text_is_named_however_far_the_file_was_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "log.jsonl", TWO)
+    path.write_bytes(path.read_bytes() + b"\xff\n")
+    with pytest.raises(ConfigError, match=f"{path}:3:"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("tokens", [0, -512])
+def test_blocks_without_tokens_are_refused(tmp_path: Path, tokens: int) -> None:
+    path = written(tmp_path / "log.jsonl", [line(1, [7], block_tokens=tokens)])
+    with pytest.raises(ConfigError, match=f"{path}:1:.*block_tokens is {tokens}"):
+        read_trace(path)
+
+
+def test_hashes_of_64_bits_are_whole_numbers(tmp_path: Path) -> None:
+    path = written(tmp_path / "log.jsonl", [line(1, [2**63 + 5, 3]), line(2, [2**63 + 5, 2**64 - 1])])
+    trace = read_trace(path)
+    first, second = (trace.run(at).tolist() for at in range(2))
+    assert first[0] == second[0]
+    assert len({*first, *second}) == 3
 
 
 def test_an_id_that_follows_two_different_blocks_is_refused(tmp_path: Path) -> None:
@@ -111,6 +142,12 @@ def test_bytes_count_as_tokens_where_no_tokenizer_is_given(tmp_path: Path) -> No
     assert trace.input_tokens.tolist() == [8, 11, 12]
     assert trace.output_tokens.tolist() == [3, 0, 9]
     assert trace.stops[0] is StopReason.LENGTH
+
+
+def test_prompts_of_which_none_fills_a_block_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "prompts.jsonl", [{"prompt": "hello"}, {"prompt": ""}])
+    with pytest.raises(ConfigError, match="fills a block of 512 tokens: lower --block-tokens"):
+        read_trace(path)
 
 
 def test_equal_blocks_after_different_beginnings_are_different(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from prefixd_server.base.errors import ConfigError
 from prefixd_server.base.types import StopReason
 
 WINDOW_BYTES_MAX = 2**31
+TOKENS_MAX = 2**31
+"""Of one request, and of one block: sums over any log fit into 64 bits."""
 _STOPS = {
     "": StopReason.UNKNOWN,
     "tool_use": StopReason.TOOL_USE,
@@ -41,20 +44,22 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with path.open("rb") as file:
             packed = file.read(4) == b"\x28\xb5\x2f\xfd"
             file.seek(0)
-            lines = io.TextIOWrapper(_unpacked(file) if packed else file, encoding="utf-8")
-            for line in lines:
+            for line in _unpacked(file) if packed else file:
                 number += 1
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ConfigError(
-                        "TRACE_UNREADABLE", f"{path}:{number}: a line is not an object", file=path
-                    )
-                yield number, record
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, zstandard.ZstdError) as error:
-        place = number if isinstance(error, json.JSONDecodeError) else number + 1
-        raise ConfigError("TRACE_UNREADABLE", f"{path}:{place}: {error}", file=path) from error
+                if line.strip():
+                    yield number, _record(path, number, line)
+    except (OSError, zstandard.ZstdError) as error:
+        raise ConfigError("TRACE_UNREADABLE", f"{path}:{number + 1}: {error}", file=path) from error
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("TRACE_UNREADABLE", f"{path}:{number}: {error}", file=path) from error
+    if not isinstance(record, dict):
+        raise ConfigError("TRACE_UNREADABLE", f"{path}:{number}: a line is not an object", file=path)
+    return record
 
 
 def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
@@ -93,17 +98,17 @@ class TraceReader:
     def read(self, record: dict[str, Any], position: int) -> Request:
         """See Reader."""
         del position
-        if int(record["block_tokens"]) != self.block_tokens:
+        if tokens_of_block(record) != self.block_tokens:
             raise ValueError(f"block_tokens is {record['block_tokens']}, and was {self.block_tokens} before")
-        ids = np.asarray(record["hash_ids"])
-        if len(ids) and (ids.ndim != 1 or ids.dtype.kind != "i"):
-            raise ValueError("hash_ids is not a list of whole numbers")
+        ids = _ids(record["hash_ids"])
+        if len(ids) and self.block_tokens == 0:
+            raise ValueError("block_tokens is 0: hash_ids names blocks of at least one token")
         return Request(
-            time_s=float(record["timestamp_ms"]) / 1e3,
+            time_s=_finite(record["timestamp_ms"]) / 1e3,
             input_tokens=_count(record["input_length"]),
             output_tokens=_count(record["output_length"]),
             stop=_stop(record),
-            ids=ids.astype(np.int64),
+            ids=ids,
         )
 
 
@@ -128,7 +133,7 @@ class PromptReader:
         if seconds is None:
             seconds = record.get("timestamp_ms", 1e3 * position) / 1e3
         return Request(
-            time_s=float(seconds),
+            time_s=_finite(seconds),
             input_tokens=len(tokens),
             output_tokens=len(self._tokenize(_text(record.get("output", ""))))
             if output is None
@@ -138,6 +143,16 @@ class PromptReader:
         )
 
 
+def _ids(told: Any) -> NDArray[np.int64]:
+    """Ids of a run; those of 64 bits without a sign become others, each its own."""
+    ids = np.asarray(told)
+    if len(ids) == 0 or (ids.ndim == 1 and ids.dtype.kind == "i"):
+        return ids.astype(np.int64)
+    if not all(type(one) is int and 0 <= one < 2**64 for one in told):
+        raise ValueError("hash_ids is not a list of whole numbers of at most 64 bits")
+    return np.array(told, dtype=np.uint64).view(np.int64)
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
@@ -145,9 +160,25 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a count of tokens")
+    if not isinstance(value, int) or not 0 <= value <= TOKENS_MAX:
+        raise ValueError(f"{value!r} is not a count of tokens from 0 to {TOKENS_MAX}")
     return value
+
+
+def tokens_of_block(record: dict[str, Any]) -> int:
+    """What a line of the trace form tells; 0 where there are no blocks."""
+    told = record["block_tokens"]
+    tokens = int(told)
+    if tokens != float(told) or not 0 <= tokens <= TOKENS_MAX:
+        raise ValueError(f"block_tokens is {told}: it is a whole number from 0 to {TOKENS_MAX}")
+    return tokens
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not a time")
+    return number
 
 
 def _stop(record: dict[str, Any]) -> StopReason:

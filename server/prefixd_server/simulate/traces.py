@@ -28,6 +28,7 @@ from prefixd_server.simulate.trace_lines import (
     Tokenizer,
     TraceReader,
     records,
+    tokens_of_block,
     utf8,
 )
 
@@ -99,25 +100,31 @@ def read_trace(path: Path, tokenizer: Tokenizer | None = None, block_tokens: int
     """
     reader: Reader | None = None
     requests: list[Request] = []
+    lines: list[int] = []
     for line, record in records(path):
         try:
             if reader is None:
                 if "prompt" in record:
                     reader = PromptReader(tokenizer or utf8, block_tokens)
                 else:
-                    reader = TraceReader(int(record["block_tokens"]))
+                    reader = TraceReader(tokens_of_block(record))
             requests.append(reader.read(record, len(requests)))
+            lines.append(line)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 "TRACE_UNREADABLE", f"{path}:{line}: a field is missing or wrong: {error!r}", file=path
             ) from error
     if reader is None:
         raise ConfigError("TRACE_EMPTY", f"{path} holds no requests", file=path)
-    if isinstance(reader, TraceReader) and not any(len(request.ids) for request in requests):
+    if not any(len(request.ids) for request in requests):
         raise ConfigError(
-            "TRACE_WITHOUT_HASHES", f"{path} has no block hashes: reuse cannot be judged from it", file=path
+            "TRACE_WITHOUT_HASHES",
+            f"{path} has no block hashes: reuse cannot be judged from it"
+            if isinstance(reader, TraceReader)
+            else f"{path}: no prompt fills a block of {block_tokens} tokens: lower --block-tokens",
+            file=path,
         )
-    return _build(path, reader.block_tokens, requests)
+    return _build(path, reader.block_tokens, requests, lines)
 
 
 def name_of(path: Path) -> str:
@@ -125,13 +132,14 @@ def name_of(path: Path) -> str:
     return path.name.removesuffix(".zst").removesuffix(".jsonl")
 
 
-def _build(path: Path, block_tokens: int, requests: list[Request]) -> Trace:
-    requests = sorted(requests, key=lambda request: request.time_s)
+def _build(path: Path, block_tokens: int, requests: list[Request], lines: list[int]) -> Trace:
+    order = sorted(range(len(requests)), key=lambda at: requests[at].time_s)
+    requests, lines = [requests[at] for at in order], [lines[at] for at in order]
     times = np.array([request.time_s for request in requests], dtype=np.float64)
     lengths = np.array([len(request.ids) for request in requests], dtype=np.int64)
     known, dense = np.unique(np.concatenate([request.ids for request in requests]), return_inverse=True)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    _check_parents(path, known, dense, starts)
+    _check_parents(path, known, dense, starts, lines)
     return Trace(
         name=name_of(path),
         block_tokens=block_tokens,
@@ -146,7 +154,11 @@ def _build(path: Path, block_tokens: int, requests: list[Request]) -> Trace:
 
 
 def _check_parents(
-    path: Path, known: NDArray[np.int64], ids: NDArray[np.intp], starts: NDArray[np.int64]
+    path: Path,
+    known: NDArray[np.int64],
+    ids: NDArray[np.intp],
+    starts: NDArray[np.int64],
+    lines: list[int],
 ) -> None:
     """An id stands for its whole prefix, so whatever comes before it is always the same."""
     above = np.concatenate([[-1], ids])[: len(ids)]
@@ -155,9 +167,10 @@ def _check_parents(
     parent[ids] = above
     wrong = np.flatnonzero(parent[ids] != above)
     if len(wrong):
+        line = lines[int(np.searchsorted(starts, wrong[0], side="right")) - 1]
         raise ConfigError(
             "TRACE_UNREADABLE",
-            f"{path}: id {known[ids[wrong[0]]]} follows different blocks; an id names a whole prefix",
+            f"{path}:{line}: id {known[ids[wrong[0]]]} follows different blocks; an id names a whole prefix",
             file=path,
         )
 
