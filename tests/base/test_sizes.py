@@ -36,3 +36,5 @@ def test_a_formatted_size_reads_back_exactly(size_bytes: int) -> None:
 
 def test_tables_show_three_digits() -> None:
     assert [human_size(n) for n in (0, 1536, 5 << 30)] == ["0 B", "1.5 KiB", "5 GiB"]
+    assert [human_size(n << 20) for n in (999, 1000, 1023)] == ["999 MiB", "1000 MiB", "1023 MiB"]
+    assert human_size(2000 << 40) == "2000 TiB"

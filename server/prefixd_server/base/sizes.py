@@ -54,10 +54,15 @@ def format_size(size_bytes: int) -> str:
 
 
 def human_size(size_bytes: int) -> str:
-    """A readable form of three digits for tables: "1.50 GiB"; not exact."""
+    """A readable form of three digits or four for tables: "1.5 GiB"; not exact."""
     value = float(size_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.0f} {suffix}" if suffix == "B" else f"{value:.3g} {suffix}"
+            return f"{value:.0f} B" if suffix == "B" else f"{_digits(value)} {suffix}"
         value /= 1024
-    return f"{value:.3g} TiB"
+    return f"{_digits(value)} TiB"
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

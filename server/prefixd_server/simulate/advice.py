@@ -10,8 +10,9 @@ from prefixd_server.simulate.tier_study import TierOutcome
 
 ENOUGH = 0.95
 """Part of what an infinite cache hits, or of the best time saved, from where more space hardly pays."""
-LATE = 1.02
-"""The links are overloaded when they are busy for this many times the length of the trace."""
+LATE_SHARE, LATE_S_MIN = 0.02, 1.0
+"""The links are overloaded when they are busy after the last request has begun for more than this share of
+the trace's length, and for more seconds than one request's own bytes may need."""
 CLOSE = 0.005
 """Hit ratios this close count as equal; the simpler policy is named then."""
 
@@ -91,8 +92,8 @@ def advise_tiers(outcomes: list[TierOutcome], trace: str) -> list[str]:
         f"Expect a time to the first token of {chosen.ttft_p50_s:.2f} s at the median, "
         f"{chosen.ttft_p99_s:.2f} s at p99 and {chosen.ttft_p999_s:.2f} s at p99.9, on the modelled links.",
     ]
-    if chosen.links_busy_s > LATE * chosen.duration_s:
-        late = chosen.links_busy_s - chosen.duration_s
+    late = chosen.links_busy_s - chosen.duration_s - chosen.queue_s
+    if late > max(LATE_S_MIN, LATE_SHARE * chosen.duration_s):
         lines.append(f"The links cannot keep up: the last transfer ends {late:.0f} s after the last request.")
     if chosen.nvme_bytes:
         lines.append(f"The drive is written at {human_size(int(per_day))} a day.")

@@ -53,6 +53,7 @@ class TierOutcome:
     ssd_written_bytes: int
     duration_s: float
     links_busy_s: float
+    queue_s: float
     prefetched_bytes: int
     prefetched_in_vain_bytes: int
     pinning: str = PINNING
@@ -99,6 +100,7 @@ def run_tier_job(job: TierJob) -> TierOutcome:
         ssd_written_bytes=replay.links.down[Tier.DRAM].bytes_total,
         duration_s=duration,
         links_busy_s=busy,
+        queue_s=job.queue_s,
         prefetched_bytes=block_bytes * (replay.queue.brought_count if replay.queue else 0),
         prefetched_in_vain_bytes=block_bytes * (replay.queue.useless_count if replay.queue else 0),
     )
