@@ -124,6 +124,7 @@ def test_how_replies_ended_can_be_ignored(log: Path, tmp_path: Path) -> None:
     [
         (("--policy", "belady"), "unknown policy belady"),
         (("--fraction", "0"), "above 0"),
+        (("--fraction", "nan"), "above 0"),
         (("--fraction", "half"), "not a list of numbers"),
         (("--dram", "lots"), "lots"),
         (("--policy", "optimum", "--dram", "1GiB"), "not for several tiers"),

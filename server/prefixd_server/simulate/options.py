@@ -29,7 +29,7 @@ def fraction_list(_ctx: click.Context, _param: click.Parameter, value: str) -> l
         fractions = [float(part) for part in value.split(",") if part.strip()]
     except ValueError as error:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.01,0.05") from error
-    if not fractions or min(fractions) <= 0 or max(fractions) > 1:
+    if not fractions or not all(0 < share <= 1 for share in fractions):
         raise click.BadParameter("a share of the footprint is above 0 and at most 1")
     return sorted(set(fractions))
 
