@@ -122,6 +122,20 @@ def test_a_wrong_file_is_refused_naming_file_key_value_limit_and_remedy(
     assert "config check" in error.message
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nvme.directories", '["/mnt/a"]'),
+        ("certificate_names", '["one"]'),
+        ("dram.numa_nodes", "[0]"),
+    ],
+)
+def test_a_list_given_as_text_is_separated_by_commas_and_nothing_else(key: str, value: str) -> None:
+    """Or its brackets would be part of a directory's name."""
+    with pytest.raises(ConfigError, match=r"separated by commas, without brackets"):
+        load_config(flags={key: value})
+
+
 def test_the_error_names_where_a_value_came_from(tmp_path: Path) -> None:
     file = written(tmp_path, "[dram]\nsize = 1\n")
     assert f"file {file}" in refusal(file=file).message

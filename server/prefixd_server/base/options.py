@@ -73,13 +73,21 @@ def path() -> Form:
     return Form(read, lambda value: _quoted(value or ""))
 
 
+def _items(raw: object) -> object:
+    """The items of a list; a text, of a variable or flag, is separated at its commas. Raises ValueError."""
+    if not isinstance(raw, str):
+        return raw
+    if raw.lstrip().startswith("["):
+        raise ValueError("must be separated by commas, without brackets")
+    return [item.strip() for item in raw.split(",") if item.strip()]
+
+
 def paths() -> Form:
     """A list of file system paths; text separates them by commas."""
     one = path()
 
     def read(raw: object) -> tuple[Path, ...]:
-        if isinstance(raw, str):
-            raw = [item.strip() for item in raw.split(",") if item.strip()]
+        raw = _items(raw)
         if isinstance(raw, (list, tuple)):
             return tuple(found for item in raw if (found := one.read(item)) is not None)
         raise ValueError("must be a list of paths")
@@ -92,8 +100,7 @@ def texts(*, max_length: int = 255) -> Form:
     one = text(max_length=max_length, allow_empty=False)
 
     def read(raw: object) -> tuple[str, ...]:
-        if isinstance(raw, str):
-            raw = [item.strip() for item in raw.split(",") if item.strip()]
+        raw = _items(raw)
         if isinstance(raw, (list, tuple)):
             return tuple(one.read(item) for item in raw)
         raise ValueError("must be a list of texts")
@@ -216,8 +223,7 @@ def whole_list(minimum: int, maximum: int) -> Form:
     one = whole(minimum, maximum)
 
     def read(raw: object) -> tuple[int, ...]:
-        if isinstance(raw, str):
-            raw = [item.strip() for item in raw.split(",") if item.strip()]
+        raw = _items(raw)
         if isinstance(raw, (list, tuple)):
             return tuple(one.read(item) for item in raw)
         raise ValueError("must be a list of whole numbers")
