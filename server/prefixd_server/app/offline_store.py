@@ -135,7 +135,8 @@ class OfflineStore:
             return decode_marker(read_whole(self.files, path, MARKER_BYTES_MAX))
         except (OSError, FormatError, VersionError) as error:
             raise ConfigError(
-                "NOT_A_STORE", f"{path}: {error}; give the first of the directories in nvme.directories"
+                "NOT_A_STORE",
+                f"{path}: {error}; give the first of nvme.directories, or DATA_DIR/nvme where none are named",
             ) from error
 
     def _present_directories(self) -> list[Path]:
