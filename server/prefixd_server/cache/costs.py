@@ -62,6 +62,13 @@ class Costs:
         """The same for a block that is to be stored at that depth, its only copy."""
         return self.recompute_s(namespace, depth) if self._weighs else 1.0
 
+    def per_byte(self, importance: float, slot_bytes: int) -> float:
+        """Importance of a block as blocks of other sizes can be compared with it.
+
+        Where nothing is weighed, what a byte saves is taken to be the same for all models.
+        """
+        return importance / slot_bytes if self._weighs else importance
+
     def weight(self, view: TierView, nodes: Nodes) -> NDArray[np.float64]:
         """delta_T of the deepest block of each node, in seconds."""
         catalog = self._catalog

@@ -1,9 +1,13 @@
 """Empties a segment for another block size or tenant (DESIGN section 4).
 
-The least important segment is chosen; of its blocks, those that the policy would
-keep are copied into slots of the same pool elsewhere, the rest are evicted. What
-another tier has stays there. A segment never changes tenant with its memory: it is
-renewed on a mover first. One segment is under way at a time.
+The pool whose least important segment is worth least gives one; of its blocks, those
+that the policy would keep are copied into slots of the same pool elsewhere, the rest
+are evicted. What another tier has stays there. A segment never changes tenant with its
+memory: it is renewed on a mover first. One segment is under way at a time.
+
+A pool that has none gets its first for the asking. For a further one, what it lost for
+want of room must be worth clearly more, and the giver must not just have got one: two
+pools that are both used come to a rest, and what is taken is not soon taken back.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from prefixd_server.base.types import Rows, Slots, SlotState, Tier
 from prefixd_server.cache.room import Room
 from prefixd_server.cache.sessions import SegmentsRetiredNotice, Sessions
 from prefixd_server.cache.state import State
+from prefixd_server.cache.worth import segment_worth
 from prefixd_server.catalog.columns import PINNED
 from prefixd_server.catalog.events import (
     BlocksRemoved,
@@ -44,10 +49,11 @@ FORGET_BLOCK_COUNT = 32
 """Blocks without another copy that one step begins with, and of each as many with what hangs below it."""
 SEGMENT_SAMPLE_COUNT_MAX = 64
 """Segments of a donor that are looked at before one is chosen."""
-STEAL_AGE_FACTOR = 2.0
-STEAL_AGE_MARGIN_S = 5.0
-"""A pool that has segments gets another's only if that one's oldest blocks have been idle
-this much longer than its own oldest."""
+WORTH_FACTOR = 2.0
+"""A pool that has segments gets another's only if what it lost is worth this many times what goes for it."""
+KEPT_AT_LEAST_S = 60.0
+"""A pool that was given a segment gives none for so long to one that has others: bursts that take turns
+would have every segment emptied for each other."""
 FIRST_USE_WITHIN_S = 1.0
 """A pool that was given a segment has so long to put its first block there before another may take it:
 longer than a declined writer waits until it tries again. Else two newcomers take it in turns for ever."""
@@ -75,30 +81,37 @@ class Rebalancing:
             self._room.wake.clear()
             while self._room.hungry:
                 pool = next(iter(self._room.hungry))
-                del self._room.hungry[pool]
-                await self.serve(pool)
+                lost_worth = self._room.hungry.pop(pool)
+                if await self.serve(pool, lost_worth):
+                    # What it lost meanwhile was for want of this one.
+                    self._room.hungry.pop(pool, None)
+                else:
+                    self._room.refused_at[pool] = self._state.clock.now()
 
-    async def serve(self, pool: int) -> bool:
-        """Gives the pool one more segment, if another pool is worth less. Whether it did.
+    async def serve(self, pool: int, lost_worth: float) -> bool:
+        """Gives the pool one more segment, if another pool's is worth less. Whether it did.
 
         Movers that are busy and memory that is not to be had are no end: who wants the room asks again.
+
+        Args:
+            lost_worth: what the pool lost for want of room, as Room.hungry has it.
         """
         self.busy = True
         try:
-            return await self._serve(pool)
+            return await self._serve(pool, lost_worth)
         except (PrefixdError, OSError) as error:
             log.warning("no segment could be given; it is tried again", pool=pool, error=str(error))
             return False
         finally:
             self.busy = False
 
-    async def _serve(self, pool: int) -> bool:
+    async def _serve(self, pool: int, lost_worth: float) -> bool:
         room = self._room
         # At its quota, a tenant's pools can have segments of one another alone.
         at_quota = not room.may_grow(pool)
         segment = None if at_quota else self._unassigned()
         if segment is None:
-            segment = self._choose(pool, own_alone=at_quota)
+            segment = await self._choose(pool, lost_worth, own_alone=at_quota)
             if segment is None or not await self._empty(segment):
                 return False
         tenant = self._state.catalog.namespaces.pool_of(pool).tenant
@@ -127,8 +140,8 @@ class Rebalancing:
 
     # -- choosing ------------------------------------------------------------------------------
 
-    def _choose(self, pool: int, *, own_alone: bool) -> int | None:
-        """The segment to empty for `pool`: the donor's whose blocks were used longest ago.
+    async def _choose(self, pool: int, lost_worth: float, *, own_alone: bool) -> int | None:
+        """The segment to empty for `pool`: of the donor for which one is worth least. A step for each donor.
 
         Args:
             own_alone: whether only the tenant's other pools may give one.
@@ -138,29 +151,28 @@ class Rebalancing:
         candidates = (
             names.pools_of_tenant(names.pool_of(pool).tenant) if own_alone else range(names.pool_count)
         )
-        donors = [p for p in candidates if p != pool]
-        donors = [p for p in donors if table.segment_count_of(p) > 0 and not self._is_newcomer(p, now)]
-        aged = sorted(((self._oldest_age(p, now), p) for p in donors), reverse=True)
-        own_count = table.segment_count_of(pool)
-        for age, donor in aged:
-            if own_count and age < STEAL_AGE_FACTOR * self._oldest_age(pool, now) + STEAL_AGE_MARGIN_S:
+        further = table.segment_count_of(pool) > 0
+        donors = [p for p in candidates if p != pool and table.segment_count_of(p) > 0]
+        donors = [p for p in donors if not self._keeps_its_own(p, now, further=further)]
+        worths = []
+        for donor in donors:
+            worths.append((segment_worth(self._state, donor), donor))
+            await asyncio.sleep(0)
+        for worth, donor in sorted(worths):
+            if further and lost_worth <= WORTH_FACTOR * worth:
                 return None
             segment = self._least_used(donor)
             if segment is not None:
                 return segment
         return None
 
-    def _is_newcomer(self, pool: int, now: float) -> bool:
-        """Whether the pool was given a segment just now and has yet to come and use it."""
-        since = now - self._room.assigned_at.get(pool, -math.inf)
-        return since < FIRST_USE_WITHIN_S and math.isinf(self._oldest_age(pool, now))
-
-    def _oldest_age(self, pool: int, now: float) -> float:
-        """Seconds since the pool's least recently used leaf was used; infinite when it is empty."""
-        catalog = self._state.catalog
-        view = catalog.tree.view(Tier.DRAM, pool, catalog.evictable(Tier.DRAM))
-        node = next(iter(view.oldest()), None)
-        return math.inf if node is None else now - float(view.last_use[node])
+    def _keeps_its_own(self, donor: int, now: float, *, further: bool) -> bool:
+        """Whether the donor was given a segment just now, and gives none yet."""
+        since = now - self._room.assigned_at.get(donor, -math.inf)
+        if further:
+            return since < KEPT_AT_LEAST_S
+        table = self._state.catalog.slots[Tier.DRAM]
+        return since < FIRST_USE_WITHIN_S and table.free_count(donor) == table.slot_count(donor)
 
     def _least_used(self, donor: int) -> int | None:
         """The donor's segment with the least recently used blocks, among those that can be emptied now."""

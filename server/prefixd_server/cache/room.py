@@ -13,7 +13,7 @@ from prefixd_server.base.types import NO_ROW, NO_SLOT, DeclineReason, Slots, Slo
 from prefixd_server.base.views import Evictable, TierView
 from prefixd_server.cache.next_to_go import NextToGo
 from prefixd_server.cache.state import State
-from prefixd_server.cache.worth import AT_ANY_PRICE
+from prefixd_server.cache.worth import AT_ANY_PRICE, Lost
 from prefixd_server.catalog.events import BlocksRemoved, CopiesEvicted, CopiesLeased, CopiesReleased
 from prefixd_server.policy.importance import Newcomers
 from prefixd_server.policy.learning import learns
@@ -22,6 +22,8 @@ from prefixd_server.policy.policy import Victims
 EVICTION_SLACK_SHARE = 1 / 64
 EVICTION_SLACK_COUNT_MAX = 64
 """What one eviction frees beyond need, so that later runs find contiguous room: part of a pool, blocks."""
+ASK_AGAIN_AFTER_S = 1.0
+"""A pool that has segments, and got no other's, asks again after so long: it costs a look at all pools."""
 RECLAIM_BLOCK_COUNT = 512
 """Blocks of a dropped namespace that are forgotten in one step."""
 
@@ -36,8 +38,11 @@ class Room:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.hungry: dict[int, None] = {}
-        """Pools that got less than they asked for, in order; `wake` is set with it."""
+        self.hungry: dict[int, float] = {}
+        """Pools that had not enough room, in order: they evicted, or got less than they asked for. What that
+        has cost them, importance of a block as pools are compared by it. `wake` is set with it."""
+        self.refused_at: dict[int, float] = {}
+        """When a pool last asked for a segment and got none, monotonic seconds."""
         self.wake = asyncio.Event()
         count = state.catalog.slots[Tier.DRAM].segment_count
         self.former_tenant: list[str | None] = [None] * count
@@ -67,34 +72,51 @@ class Room:
         if short > 0 and self._garbage:
             self.reclaim(short)
             short = count - table.free_count(pool)
+        lost = Lost() if short > 0 and self._may_ask(pool) else None
         if short > 0:
-            self._make_room(pool, count, newcomers)
+            self._make_room(pool, count, newcomers, lost)
         slots = table.allocate(pool, count, after)
+        if lost is not None:
+            self._ask(pool, lost, newcomers)
         if len(slots) == count:
             return slots, None
-        self.hungry[pool] = None
-        self.wake.set()
         if not self.may_grow(pool):
             return slots, DeclineReason.QUOTA_REACHED
         grows = len(slots) == 0 and table.slot_count(pool) == 0
         return slots, DeclineReason.SEGMENT_PREPARING if grows else DeclineReason.TIER_FULL
 
-    def _make_room(self, pool: int, count: int, newcomers: Newcomers | None) -> None:
+    def _may_ask(self, pool: int) -> bool:
+        if self._state.catalog.slots[Tier.DRAM].segment_count_of(pool) == 0 or pool not in self.refused_at:
+            return True
+        return self._state.clock.now() - self.refused_at[pool] >= ASK_AGAIN_AFTER_S
+
+    def _ask(self, pool: int, lost: Lost, newcomers: Newcomers | None) -> None:
+        """Tells rebalancing what want of room costs the pool: what had to go, else what does not get in."""
+        worth = 0.0
+        if lost.copies:
+            worth = lost.worth / lost.copies
+        elif newcomers is not None:
+            worth = self._state.learner.ceiling_for_new(newcomers.history_new) * newcomers.weight
+        slot_bytes = self._state.catalog.namespaces.pool_of(pool).slot_bytes
+        self.hungry[pool] = self._state.costs.per_byte(worth, slot_bytes)
+        self.wake.set()
+
+    def _make_room(self, pool: int, count: int, newcomers: Newcomers | None, lost: Lost | None) -> None:
         """Evicts for `count` blocks and a little more; at any price where a slower tier has what goes."""
         table = self._state.catalog.slots[Tier.DRAM]
         slack = slack_count(table.slot_count(pool))
         if self.next_to_go is not None:
-            self.evict(Tier.DRAM, pool, count - table.free_count(pool), slack=slack)
+            self.evict(Tier.DRAM, pool, count - table.free_count(pool), slack=slack, lost=lost)
             return
         if newcomers is None:
-            self.evict(Tier.DRAM, pool, count - table.free_count(pool) + slack)
+            self.evict(Tier.DRAM, pool, count - table.free_count(pool) + slack, lost=lost)
             return
         placed = 0
         for part, history, _ in newcomers.parts(count):
             placed += part
             short = placed - table.free_count(pool)
             worth = self._state.learner.ceiling_for_new(history) * newcomers.weight
-            if short > 0 and self.evict(Tier.DRAM, pool, short + slack, worth) < short:
+            if short > 0 and self.evict(Tier.DRAM, pool, short + slack, worth, lost=lost) < short:
                 return
 
     def allocate_below(
@@ -125,6 +147,7 @@ class Room:
         evictable: Evictable | None = None,
         slack: int = 0,
         device: int = 0,
+        lost: Lost | None = None,
     ) -> int:
         """Evicts up to `count` copies of the pool from `tier`, the policy's choice. Slots freed.
 
@@ -133,6 +156,7 @@ class Room:
             evictable: what may go, where that is less than the catalog lets go.
             slack: copies beyond `count` that go when NVMe has them: no block is forgotten for these.
             device: of the tier.
+            lost: what had to go is added to it.
         """
         catalog = self._state.catalog
         tenant = catalog.namespaces.pool_of(pool).tenant
@@ -144,7 +168,10 @@ class Room:
         for may_go in choices:
             view = catalog.tree.view(tier, pool, may_go, device=device)
             while evicted < count:
-                freed = self._drop(pool, tier, self._victims(view, count - evicted, worth), device)
+                victims = self._victims(view, count - evicted, worth)
+                if lost is not None and victims:
+                    lost.add(self._state, view, victims)
+                freed = self._drop(pool, tier, victims, device)
                 if freed == 0:
                     break
                 evicted += freed
