@@ -245,7 +245,7 @@ class Namespace:
     def redeem(self, token: bytes, shard: int) -> ReadLease | None:
         """One shard of a lease that another process of this engine instance has acquired.
 
-        None when the lease has ended, or the daemon is away.
+        None when the lease has ended, or the daemon is away; a shard that was asked for in vain is given up.
         """
         granted = self._client.run(self._operations.redeem(token, shard))
         return None if granted is None else ReadLease(self._control, self.spec, granted)

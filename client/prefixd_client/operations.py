@@ -271,8 +271,16 @@ class Operations:
             return ReadGrant(session, grant, RunHits(((Tier.UNKNOWN, last),), 0, 0), first, extents)
 
         can_map = session is not None and session.segments is not None
-        timeout = self._options.lookup_timeout_s
-        return Call("Redeem", request, timeout, read, None, session if can_map else None, self._spec)
+        return Call(
+            "Redeem",
+            request,
+            self._options.lookup_timeout_s,
+            read,
+            None,
+            session if can_map else None,
+            self._spec,
+            wire.LeaseRelease(token=token, shards=[shard]),
+        )
 
     def reserve(
         self,

@@ -1,22 +1,23 @@
-"""An Acquire that was granted, and whose answer nobody reads, leaves no lease on a device."""
+"""A read that was granted in an answer that nobody reads leaves no lease on a device."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefixd.v1 import types_pb2
-from prefixd_client import AsyncClient
+from prefixd_client import AsyncClient, AsyncNamespace
 from prefixd_server.app.daemon import Daemon
 from prefixd_server.base.types import Tier
 
 from tests.support.clients import BLOCK_BYTES, PATIENT, run_of, spec
 from tests.support.daemon import running_daemon
-from tests.support.fake_cuda import uuid_of
+from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.wire_engine import WireEngine, checksum_of, wire_engine
 
 RUN = run_of(8)
@@ -82,26 +83,61 @@ async def put_there(engine: WireEngine, ref: types_pb2.NamespaceRef) -> None:
     await engine.call("Commit", checksums=[checksum_of(bytes(BLOCK_BYTES))] * len(RUN), **ids)
 
 
-@pytest.mark.usefixtures("machine")
-async def test_an_acquire_whose_answer_nobody_reads_is_given_up() -> None:
+@dataclass
+class Scene:
+    """The run in HBM, and a client of the same instance as the engine that has put it there."""
+
+    daemon: Daemon
+    engine: WireEngine
+    client: AsyncClient
+    namespace: AsyncNamespace
+    ref: types_pb2.NamespaceRef
+    passes_back: asyncio.Event
+
+    async def cancel_unread(self, work: Coroutine[Any, Any, object], granted: Callable[[], bool]) -> None:
+        """Calls something, and cancels it when it was granted, before its answer comes."""
+        self.passes_back.clear()
+        asking = asyncio.create_task(work)
+        await until(granted)
+        asking.cancel()
+        self.passes_back.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+@pytest.fixture
+async def scene(machine: FakeCuda) -> AsyncIterator[Scene]:
+    """See Scene."""
     async with running_daemon(**SETTINGS) as daemon, wire_engine(daemon.config.socket_path, None) as engine:
-        await until(lambda: daemon.cache.hbm is not None and daemon.cache.hbm.tier.reason == "")
-        await engine.open_session("writer", devices=[uuid_of(0)])
+        hbm = daemon.cache.hbm
+        await until(lambda: hbm is not None and hbm.tier.reason == "")
         socket = daemon.config.socket_path.with_name("r.sock")
         async with (
             relay(daemon.config.socket_path, socket) as passes_back,
             AsyncClient(socket, options=SCHEDULER) as client,
         ):
             namespace = await client.namespace(spec())
+            assert client.control.session is not None
             ((_, ref),) = client.control.session.refs.items()
+            await engine.open_session(client.instance_id, devices=[uuid_of(0)])
             await put_there(engine, ref)
+            # The connection is made, too.
             assert (await namespace.lookup(RUN)).hit_count == len(RUN)
-            passes_back.clear()
-            asking = asyncio.create_task(namespace.acquire(RUN, shards=()))
-            await until(lambda: leased(daemon) == len(RUN))
-            asking.cancel()
-            passes_back.set()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            await until(lambda: leased(daemon) == 0)
-            assert daemon.cache.state.leases.orphans == {}
+            yield Scene(daemon, engine, client, namespace, ref, passes_back)
+
+
+async def test_an_acquire_whose_answer_nobody_reads_is_given_up(scene: Scene) -> None:
+    work = scene.namespace.acquire(RUN, shards=())
+    await scene.cancel_unread(work, lambda: leased(scene.daemon) == len(RUN))
+    await until(lambda: leased(scene.daemon) == 0)
+    assert scene.daemon.cache.state.leases.orphans == {}
+
+
+async def test_a_shard_that_was_redeemed_in_an_answer_that_nobody_reads_is_given_up(scene: Scene) -> None:
+    token = (await scene.engine.acquire(scene.ref, RUN, redeem_shards=[])).lease.token
+    (shard,) = scene.daemon.cache.state.leases.reads[token].shards.values()
+    session = scene.client.control.session
+    assert session is not None
+    await scene.cancel_unread(scene.namespace.redeem(token, 0), lambda: shard.holder == session.session_id)
+    await until(lambda: leased(scene.daemon) == 0)
+    assert scene.daemon.cache.state.leases.orphans == {}
