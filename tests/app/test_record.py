@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from prefixd.v1 import admin_service_pb2 as wire
 from prefixd.v1 import cache_service_pb2
 from prefixd_server.app.cli import main
+from prefixd_server.app.exits import Exit
 from prefixd_server.app.record import Recorder, opened
 from prefixd_server.base.types import StopReason
 from prefixd_server.policy.lru import LruPolicy
@@ -74,6 +75,14 @@ async def test_a_live_run_is_recorded_and_simulated(tmp_path: Path) -> None:
     assert Replay(trace, LruPolicy(), 100, seed=1).run().tolist() == hits
     text = out.read_bytes()
     assert RUNS[0][0] not in text
+
+
+def test_a_trace_that_is_there_stays_when_no_daemon_answers(tmp_path: Path) -> None:
+    out = tmp_path / "precious.jsonl"
+    out.write_text("recorded for a week\n")
+    done = CliRunner().invoke(main, ["record", "--socket", str(tmp_path / "no.sock"), str(out)])
+    assert done.exit_code == Exit.UNREACHABLE
+    assert out.read_text() == "recorded for a week\n"
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.zst"])

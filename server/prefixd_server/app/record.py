@@ -22,7 +22,7 @@ import zstandard
 from prefixd.v1 import admin_service_pb2 as wire
 from prefixd.v1 import cache_service_pb2
 
-from prefixd_server.app.operate import common_options, connected
+from prefixd_server.app.operate import Operator, common_options, connected
 
 OPEN_REQUEST_COUNT_MAX = 65_536
 """Requests whose replies are awaited; beyond it the oldest are written as they are."""
@@ -120,6 +120,21 @@ def opened(path: Path) -> Iterator[TextIO]:
             yield packed
 
 
+def _recorded(operator: Operator, recorder: Recorder, *, endless: bool) -> Recorded:
+    """Records until the time is over or Ctrl-C. Raises grpc.RpcError."""
+    try:
+        for event in operator.call("WatchEvents", wire.WatchEventsRequest()):
+            recorder.take(event)
+    except KeyboardInterrupt:
+        pass
+    except grpc.RpcError as error:
+        if endless or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+    finally:
+        recorder.finish()
+    return recorder.recorded
+
+
 @click.command()
 @common_options
 @click.option(
@@ -129,19 +144,11 @@ def opened(path: Path) -> Iterator[TextIO]:
 def record(socket: Path | None, as_json: bool, timeout: float, seconds: float | None, out: Path) -> None:
     """Write the tenant's requests as a trace for `prefixd simulate`: hashes and sizes, no tokens."""
     del timeout  # a recording lasts as long as it is asked to
-    with opened(out) as file, connected(socket, seconds, as_json) as operator:
-        recorder = Recorder(file)
-        try:
-            for event in operator.call("WatchEvents", wire.WatchEventsRequest()):
-                recorder.take(event)
-        except KeyboardInterrupt:
-            pass
-        except grpc.RpcError as error:
-            if seconds is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-        finally:
-            recorder.finish()
-        done = recorder.recorded
+    with connected(socket, seconds, as_json) as operator:
+        # Whoever does not answer shall not cost a trace that is there already.
+        operator.call("GetStats", wire.GetStatsRequest())
+        with opened(out) as file:
+            done = _recorded(operator, Recorder(file), endless=seconds is None)
     summary = {"requests": done.request_count, "skipped": done.skipped_count, "lost_events": done.lost_count}
     click.echo(
         json.dumps(summary)
