@@ -126,6 +126,8 @@ class NextToGo:
         self._block_counts: dict[int, int] = {}
         self._reached: dict[int, tuple[int, float]] = {}
         """How far a policy that goes by age has come in each pool: the node, and when that was used."""
+        self.giving: dict[int, int] = {}
+        """Copies of a pool that go all at once, with a segment, and are to stand in line by then."""
         self._until_afresh: dict[int, int] = {}
         """Choices until the next that begins at the old end: at once when only a part of a node has gone."""
         self._chooser: Policy | None = None
@@ -200,6 +202,11 @@ class NextToGo:
     def block_count(self, pool: int) -> int:
         """Copies in line, some of which have been used since."""
         return self._block_counts.get(pool, 0)
+
+    def may_give(self, pool: int) -> bool:
+        """Whether what is about to go stands in line, and NVMe has it or has better use for the room."""
+        enough = self.giving.get(pool, 0) * (1 - CHOICE_SHARE_MIN)
+        return self.block_count(pool) >= enough and not self.has_unstored(pool)
 
     def has_unstored(self, pool: int) -> bool:
         """Whether nodes in line are still to be asked about."""

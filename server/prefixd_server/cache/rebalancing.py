@@ -57,6 +57,8 @@ would have every segment emptied for each other."""
 FIRST_USE_WITHIN_S = 1.0
 """A pool that was given a segment has so long to put its first block there before another may take it:
 longer than a declined writer waits until it tries again. Else two newcomers take it in turns for ever."""
+STORED_WITHIN_S = 10.0
+"""So long NVMe has for taking what goes with a segment of an idle pool. Then it goes all the same."""
 
 NOBODY = ""
 """Former tenant of a segment whose memory is being renewed, or could not be."""
@@ -73,6 +75,8 @@ class Rebalancing:
         self._room = room
         self.busy = False
         """Whether a segment is under way."""
+        self._giving_since: dict[int, float] = {}
+        """When a pool was first asked for its next segment, monotonic seconds."""
 
     async def run(self) -> None:
         """Serves hungry pools for ever; ends when cancelled."""
@@ -163,8 +167,24 @@ class Rebalancing:
                 return None
             segment = self._least_used(donor)
             if segment is not None:
-                return segment
+                return segment if not further or self._is_stored(donor, segment, now) else None
         return None
+
+    def _is_stored(self, donor: int, segment: int, now: float) -> bool:
+        """Whether NVMe has had its chance to take what goes with a segment; if not, it gets it now.
+
+        Who has segments of its own can wait for it: it is refused, and asks again.
+        """
+        line = self._room.next_to_go
+        if line is None:
+            return True
+        table = self._state.catalog.slots[Tier.DRAM]
+        line.giving[donor] = max(0, len(table.rows_in(segment)) - table.free_count(donor))
+        since = self._giving_since.setdefault(donor, now)
+        if not line.may_give(donor) and now - since < STORED_WITHIN_S:
+            return False
+        del self._giving_since[donor], line.giving[donor]
+        return True
 
     def _keeps_its_own(self, donor: int, now: float, *, further: bool) -> bool:
         """Whether the donor was given a segment just now, and gives none yet."""

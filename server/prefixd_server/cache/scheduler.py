@@ -107,6 +107,8 @@ class Scheduler:
         catalog = self._state.catalog
         table = catalog.slots[Tier.DRAM]
         wanted = demotion_count(table.slot_count(pool), table.free_count(pool), self._marks)
+        if table.free_count(pool) < table.slot_count(pool):
+            wanted = max(wanted, self._next_to_go.giving.get(pool, 0))
         if wanted <= 0:
             if table.free_count(pool) == table.slot_count(pool):
                 # What was dropped with its namespace leaves the line, too: its nodes come to serve others.
