@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from prefixd_server.base.config import MoverConfig
 from prefixd_server.base.types import LeaseRelease, Tier
+from prefixd_server.cache.conservative import Setting
 from prefixd_server.cache.rebalancing import FIRST_USE_WITHIN_S
 from prefixd_server.cache.sessions import SegmentsRetiredNotice
 from prefixd_server.catalog.events import CopyFoundBad
@@ -172,6 +173,8 @@ def test_what_nvme_has_stays_there_when_its_segment_is_given_away(small_node: No
 
 def test_a_last_copy_that_finds_no_place_goes_after_what_hangs_below_it(small_node: Node) -> None:
     one = nvme_node.make_engine(small_node, "reader")
+    # Nor does NVMe take it again: a block that is being read keeps its segment.
+    small_node.cache.migration.set_conservative(Setting.ON)
     catalog = small_node.cache.state.catalog
     segment, slot = nvme_node.place_of(one, chain(*SYSTEM)[-1])
     bad = CopyFoundBad(Tier.NVME, segment * catalog.slots[Tier.NVME].stride + slot)
