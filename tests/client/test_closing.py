@@ -82,11 +82,12 @@ def test_no_thread_of_a_closed_client_stays(daemon) -> None:
     until(lambda: not ours(), "the end of the threads")
 
 
-def test_a_process_that_forgets_to_close_ends(daemon) -> None:
+@pytest.mark.parametrize("last_line", ["", "del client, namespace, lease"], ids=["held", "forgotten"])
+def test_a_process_that_forgets_to_close_ends_and_sends_what_waits(daemon, last_line) -> None:
     script = (
         "import sys; from prefixd_client import Client; from tests.support.clients import *\n"
         "client = Client(sys.argv[1], options=PATIENT); namespace = client.namespace(spec())\n"
-        "stored(namespace, run_of(2)); lease = namespace.acquire(run_of(2)); lease.release()"
+        "stored(namespace, run_of(2)); lease = namespace.acquire(run_of(2)); lease.release()\n" + last_line
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script, daemon.path],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +13,6 @@ from prefixd_client import AsyncClient, Client
 
 from tests.support.clients import PATIENT, run_of, spec, stored, until
 from tests.support.fake_daemon import FakeDaemon
-from tests.support.repository import ROOT
 
 CALLS = range(0, 120, 4)
 """Where a thread is when the collection comes: so many Python calls on; a turn of its loop has fewer."""
@@ -122,21 +119,3 @@ def test_what_a_forgotten_client_holds_is_given_back(daemon: FakeDaemon) -> None
     lease = namespace.acquire(RUN)
     del client, namespace
     assert daemon.wait_asked("Release").releases[0].token == lease.token
-
-
-def test_a_process_that_ends_right_after_forgetting_a_client_sends_what_waits(daemon: FakeDaemon) -> None:
-    script = (
-        "import sys; from prefixd_client import Client; from tests.support.clients import *\n"
-        "client = Client(sys.argv[1], options=PATIENT); namespace = client.namespace(spec())\n"
-        "stored(namespace, run_of(2)); lease = namespace.acquire(run_of(2)); lease.release()\n"
-        "del client, namespace, lease"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, daemon.path],
-        cwd=ROOT,
-        timeout=60,
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
-    daemon.wait_asked("Release")

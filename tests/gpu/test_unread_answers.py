@@ -16,6 +16,7 @@ from prefixd_server.app.daemon import Daemon
 from prefixd_server.base.types import Tier
 
 from tests.support.clients import BLOCK_BYTES, PATIENT, run_of, spec
+from tests.support.companions import until
 from tests.support.daemon import running_daemon
 from tests.support.fake_cuda import FakeCuda, uuid_of
 from tests.support.wire_engine import WireEngine, checksum_of, wire_engine
@@ -24,12 +25,6 @@ RUN = run_of(8)
 SETTINGS = {"hbm__size": "4MiB", "hbm__segment": "2MiB", "hbm__device": uuid_of(0)}
 SCHEDULER = replace(PATIENT, redeemer_devices=(uuid_of(0),))
 """A process whose workers open the device."""
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from prefixd_server.app.daemon import Daemon
 from prefixd_server.base.clock import ManualClock
 from prefixd_server.base.types import Tier
 
+from tests.support.companions import until
 from tests.support.daemon import running_daemon
 from tests.support.node import chain
 from tests.support.wire import refusal_of
@@ -24,7 +24,6 @@ BLOCK_BYTES = 1 << 20
 TTL_S = 10
 HASHES = chain(*range(8))
 BLOCKS = [bytes([index]) * BLOCK_BYTES for index in range(len(HASHES))]
-TURNS_MAX = 2000
 
 
 @dataclass
@@ -40,15 +39,6 @@ class Scene:
     def held(self) -> int:
         """Holds on slots in DRAM."""
         return self.daemon.cache.state.catalog.slots[Tier.DRAM].lease_total()
-
-    async def until(self, reached: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Turns the loop until a state is reached."""
-        for _ in range(TURNS_MAX):
-            if reached():
-                return
-            meanwhile()
-            await asyncio.sleep(0.005)
-        raise AssertionError(f"{self.held} slots are held")
 
 
 @pytest.fixture
@@ -75,7 +65,12 @@ async def test_a_reader_that_stops_reading_holds_its_blocks_no_longer_than_a_lea
     call = scene.engine.cache.Get(scene.request)
     assert (await call.read()).summary.hit_block_count == len(HASHES)
     assert scene.held == len(HASHES)
-    await scene.until(lambda: scene.held == 0, lambda: scene.clock.advance(TTL_S / 100))
+
+    def has_let_go_in_time() -> bool:
+        scene.clock.advance(TTL_S / 100)
+        return scene.held == 0
+
+    await until(has_let_go_in_time)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest_of(call)
     refusal = refusal_of(caught.value)

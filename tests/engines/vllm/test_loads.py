@@ -15,7 +15,9 @@ from prefixd_client.connectors.vllm.metadata import StepJobs
 from prefixd_client.connectors.vllm.tallies import Tallies
 from prefixd_client.connectors.vllm.worker import WorkerSide
 
-JOB = LoadJob(7, "r", None, b"t" * 16, 0, (3, 4, 5), in_step=False)  # type: ignore[arg-type]  # not looked at
+from tests.support.clients import spec
+
+JOB = LoadJob(7, "r", spec(), b"t" * 16, 0, (3, 4, 5), in_step=False)
 
 
 @dataclass
