@@ -60,7 +60,7 @@ def test_the_time_of_a_prefill_is_learned(side) -> None:
     asked = request(tokens=160)
     side.new_request(asked)
     side.build(scheduled("r"))
-    asked.num_output_tokens = 1
+    asked.num_computed_tokens, asked.num_output_tokens = 160, 1
     side.build(scheduled("r"))
     assert side._estimates.compute_s(10) == pytest.approx(0.5)
 

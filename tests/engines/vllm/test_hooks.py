@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -106,7 +107,47 @@ def test_a_load_that_ended_gives_the_lease_back(side, cache) -> None:
     side.allocated(asked, range(50), 10 * TOKENS)
     (load,) = side.build(scheduled()).loads
     side.outcomes(StepOutcomes(loaded={load.job_id: (1, 10)}), set())
-    assert cache.lease.released.is_set()
+    assert cache.lease.released.wait(10)
+
+
+def test_giving_back_a_lease_takes_none_of_the_step_s_time(side, cache) -> None:
+    asked = request()
+    answered(side, asked)
+    side.allocated(asked, range(50), 10 * TOKENS)
+    (load,) = side.build(scheduled()).loads
+    released_on: queue.SimpleQueue[int] = queue.SimpleQueue()
+    cache.lease.release = lambda: released_on.put(threading.get_ident())
+    side.outcomes(StepOutcomes(loaded={load.job_id: (1, 10)}), set())
+    assert released_on.get(timeout=10) != threading.get_ident()
+
+
+def test_a_step_looks_only_at_requests_with_something_new(side, monkeypatch) -> None:
+    looked_at = []
+    stepping = side._stepping
+    monkeypatch.setattr(
+        side, "_stepping", lambda *step: looked_at.append(asked.num_computed_tokens) or stepping(*step)
+    )
+    asked = request(tokens=40, block_hashes=[bytes([index]) * 32 for index in range(5)])
+    side.new_request(asked)
+    saved = []
+    for computed in range(0, 5 * TOKENS + 1, TOKENS // 4):
+        asked.num_computed_tokens, asked.num_output_tokens = computed, max(0, computed - 40)
+        saved += [len(save.hashes) for save in side.build(scheduled("r")).saves]
+    assert saved == [1] * 5
+    assert looked_at == [0, 16, 32, 40, 44, 48, 64, 80], "start, whole blocks, the prompt's end and after it"
+
+
+def test_a_preempted_request_is_looked_at_again(side, cache) -> None:
+    asked = request(tokens=200)
+    cache.lease = None
+    assert answered(side, asked) == (0, False)
+    for asked.num_computed_tokens in (0, 96, 128):
+        side.build(scheduled("r"))
+    asked.num_computed_tokens = 0
+    assert answered(side, asked) == (0, False)
+    side.build(scheduled("r"))
+    cache.lease = FakeLease(10)
+    assert answered(side, asked) == (10 * TOKENS, True), "a miss is forgotten once its request has run"
 
 
 def test_a_step_waits_while_it_has_no_tokens_and_requests_wait_for_the_cache(side, cache) -> None:
@@ -232,7 +273,7 @@ def test_each_requests_life_is_reported_once(side, cache) -> None:
         if len(cache.reports) == 3:
             break
         threading.Event().wait(0.001)
-    queued, started, finished = sorted(cache.reports, key=lambda report: report.phase)
+    queued, started, finished = cache.reports
     assert (queued.phase, started.phase, finished.phase) == (
         RequestPhase.QUEUED,
         RequestPhase.STARTED,

@@ -236,7 +236,7 @@ def test_a_save_is_over_when_every_worker_has_said_so() -> None:
     assert book.reported(1, 1, 3) is None
     assert book.is_saving("r")
     over = book.reported(1, 1, 2)
-    assert (over.saved, over.block_count) == (2, 3)
+    assert (over.saved, over.dropped) == (2, 1)
     assert not book.is_saving("r")
     assert book.fences([6]) == frozenset()
     assert book.reported(1, 1, 2) is None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.scribble import scribble
+from tests.support.scribble import scribble_any
 from tests.support.vllm_harness import VOCABULARY, Harness, right_reply
 
 STEPS = 400
@@ -81,11 +81,4 @@ def _damage(engine: Harness, hashes: list[bytes], rng: random.Random) -> None:
     """Flips a byte in a kept block of the run, if any is kept."""
     spec = engine.connector._side.namespace
     assert spec is not None
-    found = engine.connector._namespaces.open(spec).lookup(hashes).hit_count
-    if found:
-        scribble(
-            engine.connector._client._control.target.removeprefix("unix:"),
-            spec,
-            hashes,
-            [rng.randrange(found)],
-        )
+    scribble_any(engine.connector._client._control.target.removeprefix("unix:"), spec, hashes, rng)

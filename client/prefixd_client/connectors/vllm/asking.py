@@ -7,6 +7,7 @@ more (the request was aborted) gives its lease back by itself.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -132,6 +133,8 @@ class Asking:
         self._now = now
         self._threads = ThreadPoolExecutor(ASKING_THREAD_COUNT, thread_name_prefix="prefixd-ask")
         self._waiting = ThreadPoolExecutor(WAITING_THREAD_COUNT, thread_name_prefix="prefixd-wait")
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run_tasks, name="prefixd-tell", daemon=True).start()
 
     def ask(
         self,
@@ -160,21 +163,24 @@ class Asking:
         return self._threads.submit(test)
 
     def run(self, task: Callable[[], None]) -> None:
-        """Runs what nobody waits for."""
-        self._threads.submit(self._run_task, task)
+        """Runs what nobody waits for, in the order given. Costs the caller less than a thread pool would."""
+        self._tasks.put(task)
 
     def close(self) -> None:
         """Ends the threads; answers under way still arrive."""
         for threads in (self._threads, self._waiting):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._tasks.put(None)
 
     # -- on the threads -----------------------------------------------------------------------------
 
-    def _run_task(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except Exception:  # the outermost seam: nobody looks at the future
-            _LOG.exception("prefixd: a background task failed")
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # the outermost seam: nobody hears of it
+                _LOG.exception("prefixd: a background task failed")
+            del task  # holds a lease, maybe
 
     def _run(
         self, question: Question, resolve: Resolve, hashes: Sequence[bytes], request_id: str, until: float

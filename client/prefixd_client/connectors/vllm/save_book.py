@@ -17,19 +17,18 @@ from .jobs import LoadJob, SaveJob
 @dataclass(slots=True)
 class _Open:
     request_id: str
-    block_ids: tuple[int, ...]
-    block_count: int
+    blocks: frozenset[int]
     workers_left: int
     saved: int
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A save that every worker has finished; saved = leading blocks of the job that are kept."""
+    """A save that every worker has finished; saved leading blocks of the job are kept, the others dropped."""
 
     request_id: str
     saved: int
-    block_count: int
+    dropped: int
 
 
 @dataclass
@@ -42,17 +41,12 @@ class SaveBook:
 
     worker_count: int
     _open: dict[int, _Open] = field(default_factory=dict)
-    _jobs_of_block: dict[int, set[int]] = field(default_factory=dict)
-    _jobs_of_request: dict[str, set[int]] = field(default_factory=dict)
 
     def opened(self, job: SaveJob) -> None:
         """A job goes to the workers with this step."""
         self._open[job.job_id] = _Open(
-            job.request_id, job.block_ids, len(job.block_ids), self.worker_count, len(job.block_ids)
+            job.request_id, frozenset(job.block_ids), self.worker_count, len(job.block_ids)
         )
-        for block in job.block_ids:
-            self._jobs_of_block.setdefault(block, set()).add(job.job_id)
-        self._jobs_of_request.setdefault(job.request_id, set()).add(job.job_id)
 
     def reported(self, job_id: int, workers: int, saved: int) -> Saved | None:
         """Some workers have finished a job; its outcome when they were the last."""
@@ -64,28 +58,18 @@ class SaveBook:
         if job.workers_left > 0:
             return None
         del self._open[job_id]
-        for block in job.block_ids:
-            jobs = self._jobs_of_block[block]
-            jobs.discard(job_id)
-            if not jobs:
-                del self._jobs_of_block[block]
-        jobs = self._jobs_of_request[job.request_id]
-        jobs.discard(job_id)
-        if not jobs:
-            del self._jobs_of_request[job.request_id]
-        return Saved(job.request_id, job.saved, job.block_count)
+        return Saved(job.request_id, job.saved, len(job.blocks) - job.saved)
 
     def is_saving(self, request_id: str) -> bool:
         """Whether a job of this request is open."""
-        return request_id in self._jobs_of_request
+        return any(job.request_id == request_id for job in self._open.values())
 
     def fences(self, given_away: Iterable[int]) -> frozenset[int]:
         """Open jobs that read any of these blocks."""
-        if not self._jobs_of_block:
-            return frozenset()
-        return frozenset(
-            job for block in given_away if block in self._jobs_of_block for job in self._jobs_of_block[block]
-        )
+        given = frozenset(given_away)
+        if not given:
+            return given
+        return frozenset(job_id for job_id, job in self._open.items() if not given.isdisjoint(job.blocks))
 
     def __len__(self) -> int:
         return len(self._open)

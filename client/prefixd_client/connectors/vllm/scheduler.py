@@ -122,6 +122,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id) or self._track(request)
         skip = computed_tokens // self._block_tokens
         limit = min(len(request.block_hashes), (request.num_tokens - 1) // self._block_tokens)
+        tracked.quiet_below = 0
         if tracked.phase is Phase.LOADING:
             return 0, False
         if (
@@ -196,7 +197,7 @@ class SchedulerSide:
         now = self._now()
         for request_id in output.num_scheduled_tokens:
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is not None and tracked.request.num_computed_tokens >= tracked.quiet_below:
                 self._stepping(tracked, now, output)
         fences: frozenset[int] = frozenset()
         if len(self._book):
@@ -216,12 +217,16 @@ class SchedulerSide:
         outcomes = outcomes or StepOutcomes()
         for job_id, (workers, good) in outcomes.loaded.items():
             self._loaded(job_id, workers, good, outcomes.load_seconds.get(job_id, 0.0))
+        kept_count = dropped_count = 0
         for job_id, (workers, kept) in outcomes.saved.items():
             saved = self._book.reported(job_id, workers, kept)
             if saved is not None:
-                self.tallies.add(saved_blocks=saved.saved, unsaved_blocks=saved.block_count - saved.saved)
-                self._mark_unkept(saved.request_id, saved.block_count - saved.saved)
+                kept_count += saved.saved
+                dropped_count += saved.dropped
+                if saved.dropped and saved.request_id in self._tracked:
+                    self._tracked[saved.request_id].has_unkept = True
                 self.events.saved(job_id, saved.saved)
+        self.tallies.add(saved_blocks=kept_count, unsaved_blocks=dropped_count)
         if invalid_blocks:
             for tracked in list(self._loading.values()):
                 if not invalid_blocks.isdisjoint(tracked.load_blocks):
@@ -240,7 +245,7 @@ class SchedulerSide:
         tracked.drop_lease()
         if loading or not block_ids:
             return False
-        self._plan_save(tracked, block_ids, from_unkept=True)
+        self._plan_save(tracked, block_ids, from_root=tracked.has_unkept)
         hold = self._book.is_saving(tracked.request_id) or any(
             save.request_id == tracked.request_id for save in self._next_saves
         )
@@ -303,25 +308,22 @@ class SchedulerSide:
 
     def _stepping(self, tracked: Tracked, now: float, output: Any) -> None:
         """One scheduled request: tells its life, and plans saves of what earlier steps have computed."""
-        request = tracked.request
-        if tracked.life.started_at is None:
-            own = max(0, request.num_computed_tokens - tracked.life.loaded_tokens) // self._block_tokens
+        request, life = tracked.request, tracked.life
+        if life.started_at is None:
             self._queued.discard(tracked.request_id)
-            tracked.life.start(now, own)
-            self._tell(tracked, tracked.life.started)
-        elif request.num_output_tokens > 0:
-            seconds = tracked.life.prefilled(now)
-            if seconds is not None:
-                tokens = tracked.life.computed_tokens(request, self._block_tokens)
-                self._estimates.computed(seconds, tokens)
+            life.start(now, request, self._block_tokens)
+            self._tell(tracked, life.started)
+        elif life.prefilled_at is None and request.num_output_tokens > 0:
+            self._estimates.computed(life.prefilled(now), life.computed_tokens(request, self._block_tokens))
         if tracked.phase is Phase.MISSED:
             tracked.phase = Phase.IDLE
-        self._learn_namespace(tracked)
-        full = self._computed_blocks(request)
-        if full > tracked.saved_blocks:
+        if tracked.namespace is None:
+            self._learn_namespace(tracked)
+        if self._computed_blocks(request) > tracked.saved_blocks:
             table = output.kv_connector_block_state.get_block_ids(tracked.request_id)
             if table is not None:
                 self._plan_save(tracked, table[0])
+        tracked.rest(self._block_tokens)
 
     def _computed_blocks(self, request: Any) -> int:
         """Leading full blocks whose KV is final: computed by steps that are over, and hashed."""
@@ -330,15 +332,13 @@ class SchedulerSide:
             tokens = min(tokens, request.num_prompt_tokens)
         return int(min(tokens // self._block_tokens, len(request.block_hashes)))
 
-    def _plan_save(self, tracked: Tracked, block_ids: Sequence[int], *, from_unkept: bool = False) -> None:
+    def _plan_save(self, tracked: Tracked, block_ids: Sequence[int], *, from_root: bool = False) -> None:
         """Makes a save job for the computed blocks that have none, if they may be shared."""
         if tracked.namespace is None or tracked.retired or not self._adapter_unchanged(tracked):
             return
         request = tracked.request
         last = min(self._computed_blocks(request), len(block_ids))
-        first = tracked.saved_blocks
-        if from_unkept and tracked.unkept_from is not None:
-            first = min(first, tracked.unkept_from)
+        first = 0 if from_root else tracked.saved_blocks
         if last <= first:
             return
         hashes = request.block_hashes
@@ -379,14 +379,10 @@ class SchedulerSide:
             return
         del self._loading[job_id], self._load_workers_left[job_id]
         if tracked.barred:
-            tracked.saved_blocks = 0
-        tracked.load_ended()
-
-    def _mark_unkept(self, request_id: str, dropped: int) -> None:
-        """The cache did not keep the tail of a save: the request's last save starts from the root again."""
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and dropped:
-            tracked.unkept_from = 0
+            tracked.saved_blocks = tracked.quiet_below = 0
+        lease = tracked.load_ended()
+        if lease is not None:
+            self._asking.run(lease.release)
 
     def _tell(self, tracked: Tracked, report: Callable[[], UsageReport]) -> None:
         """Sends a report with the step; it is made on the background thread, of what does not change."""

@@ -35,7 +35,8 @@ class Tracked:
     namespace is None while it is not known (an adapter is being read) and where nothing may be shared.
     skip_blocks: the engine's own blocks when the question was put; own_blocks: when it was last answered.
     saved_blocks: leading blocks that are kept in the cache or given to a save job.
-    unkept_from: first block of the earliest save that the cache did not keep; the last save starts there.
+    has_unkept: the cache did not keep the tail of a save: the last save starts from the root again.
+    quiet_below: a step in which the request has computed fewer tokens than this has nothing new to look at.
     """
 
     request: Any
@@ -54,7 +55,8 @@ class Tracked:
     retired: bool = False
     """Its KV mixes old and new weights: nothing of it is saved."""
     saved_blocks: int = 0
-    unkept_from: int | None = None
+    has_unkept: bool = False
+    quiet_below: int = 0
     adapter_check: Future[bool] | None = None
 
     @property
@@ -65,6 +67,13 @@ class Tracked:
     def is_waiting(self) -> bool:
         """Whether an answer or a load is under way."""
         return self.phase in (Phase.ASKED, Phase.LOADING)
+
+    def rest(self, block_tokens: int) -> None:
+        """Was looked at in a step: there is nothing new before its prompt or its next block is whole."""
+        if self.namespace is not None:
+            next_end = (self.saved_blocks + 1) * block_tokens
+            is_prefilling = self.life.prefilled_at is None
+            self.quiet_below = min(next_end, self.request.num_prompt_tokens) if is_prefilling else next_end
 
     def drop_lease(self) -> None:
         """Gives back what is held or asked for; a load under way keeps its lease for the workers."""
@@ -77,11 +86,10 @@ class Tracked:
         if self.phase is not Phase.LOADING:
             self.phase = Phase.IDLE
 
-    def load_ended(self) -> None:
-        """Workers have copied, or failed to: the lease is theirs to release, and ours is returned with it."""
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
+    def load_ended(self) -> Lease | None:
+        """Workers have copied, or failed to, and released their part; returns what is ours to release."""
+        lease, self.lease = self.lease, None
         self.load_job_id = -1
         self.load_blocks = ()
         self.phase = Phase.IDLE
+        return lease

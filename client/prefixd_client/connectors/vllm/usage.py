@@ -32,10 +32,10 @@ class Life:
             queue_position=queue_position,
         )
 
-    def start(self, now: float, engine_hit_blocks: int) -> None:
-        """The request was scheduled for the first time."""
+    def start(self, now: float, request: Any, block_tokens: int) -> None:
+        """The request is scheduled for the first time: what is computed and not loaded, the engine had."""
         self.started_at = now
-        self.engine_hit_blocks = engine_hit_blocks
+        self.engine_hit_blocks = max(0, request.num_computed_tokens - self.loaded_tokens) // block_tokens
 
     def started(self) -> UsageReport:
         """The same, to tell."""
@@ -45,10 +45,9 @@ class Life:
             engine_hit_block_count=self.engine_hit_blocks,
         )
 
-    def prefilled(self, now: float) -> float | None:
-        """Output has begun; the seconds from the first step on, the first time."""
-        if self.prefilled_at is not None or self.started_at is None:
-            return None
+    def prefilled(self, now: float) -> float:
+        """Output of a request that has started has begun; the seconds from its first step on."""
+        assert self.started_at is not None
         self.prefilled_at = now
         return now - self.started_at
 
