@@ -9,6 +9,7 @@ SOCKET ?= build/prefixd.sock
 ONLY ?=
 SEEDS ?= 200
 PYTEST_ARGS ?=
+SIDE_BY_SIDE := -n 2 --dist worksteal
 
 # The environment is stamped with what it was made from, so that a changed pin
 # or dependency installs again and nothing else does.
@@ -31,11 +32,11 @@ help: ## this list
 demo: $(READY) ## two engine processes share one cache; exits 1 if a logit differs (6 min with the install)
 	@$(PY) -m bench.demo
 
-test: lint ## lint, then every test (20 min at most on 2 cores)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test: lint ## lint, then every test (10 min on 2 cores); PYTEST_ARGS=-n0 runs one at a time
+	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-crash-test: $(READY) ## the daemon killed SEEDS=200 times at random over its NVMe tier (14 min on busy cores)
-	@PREFIXD_CRASH_SEEDS=$(SEEDS) $(PY) -m pytest tests/crash/test_nvme_kills.py -k random $(PYTEST_ARGS)
+crash-test: $(READY) ## the daemon killed SEEDS=200 times at random over its NVMe tier (3 min; 14 on busy cores)
+	@PREFIXD_CRASH_SEEDS=$(SEEDS) $(PY) -m pytest $(SIDE_BY_SIDE) tests/crash/test_nvme_kills.py -k random $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy, import floors, buf (1 min)
 	@$(VENV)/bin/ruff check .

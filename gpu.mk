@@ -31,7 +31,7 @@ gpu-bundle: $(READY) ## build/gpu-bundle.tar: this tree and its packages, for a 
 	@git ls-files | tar -cf build/gpu-bundle.tar -T - $(GPU_WHEELS) $(wildcard proto/prefixd/v1/*_pb2*)
 	@echo "unpack build/gpu-bundle.tar there, then: make gpu-test GPU_PYTHON=python3"
 
-mutants: $(READY) ## remove each wait, check and close of the device code; exits 1 when no test notices (15 min)
+mutants: $(READY) ## remove each wait, check and close of the device code; exits 1 when no test notices (5 min)
 	@$(PY) -m tests.mutants
 
 # An environment beside the machine's own packages; the three source roots are on its path.

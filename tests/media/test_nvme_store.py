@@ -20,6 +20,7 @@ from prefixd_server.media.nvme_format import (
     file_bytes,
     segment_name,
 )
+from structlog.testing import capture_logs
 
 from tests.support.faulty_files import DISK_FULL, FaultyFiles
 from tests.support.stores import SEGMENT_BYTES, SLOT_BYTES, small_store
@@ -239,18 +240,17 @@ def test_a_failure_while_opening_leaves_no_descriptor_open(tmp_path: Path) -> No
     assert descriptors() == before
 
 
-def test_a_file_system_without_direct_io_is_used_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_direct_io_is_used_with_a_warning(tmp_path: Path) -> None:
     class NoDirect(RealFiles):
         def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
             if flags & os.O_DIRECT:
                 raise OSError(22, "Invalid argument", str(path))
             return super().open(path, flags, mode)
 
-    medium = small_store(tmp_path, 2, NoDirect())
+    with capture_logs() as lines:
+        medium = small_store(tmp_path, 2, NoDirect())
     assert not medium.report.direct
-    assert "no direct I/O" in "".join(capsys.readouterr())
+    assert "no direct I/O" in lines[0]["event"]
     medium.close()
 
 

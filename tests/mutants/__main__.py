@@ -9,6 +9,8 @@ import argparse
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from tests.mutants.sites import TARGETS, Site, sites
 from tests.support.repository import ROOT
@@ -68,13 +70,14 @@ def changed_modules() -> list[str]:
 def survivors(modules: list[str]) -> list[Site]:
     """Mutants that no test notices."""
     left = []
+    threads = ThreadPoolExecutor(os.cpu_count())
     for module in modules:
         if is_noticed(module, None):
             raise RuntimeError(
                 f"the tests of {module} fail without a mutant: nothing could be told from them"
             )
-        for site in sites(module):
-            noticed = is_noticed(module, site)
+        found = sites(module)
+        for site, noticed in zip(found, threads.map(partial(is_noticed, module), found), strict=True):
             print(f"{'noticed ' if noticed else 'SURVIVED'}  {site}  {site.source}", flush=True)
             if not noticed:
                 left.append(site)
