@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,12 +51,12 @@ class Late:
         self.wait(self.files.held.is_set)
         self.files.hold_no_more()
 
-    def is_flushed(self, rows: Rows) -> None:
-        """Begins to demote, and goes on as far as that can without the index."""
+    def is_flushed(self, rows: Rows, hanging: int = 0) -> None:
+        """Begins to demote, and goes on as far as that can without the index. So many others hang."""
         disk, flushed = self.node.cache.state.disk, self.files.attempts["sync_data"]
         assert disk is not None
         self.demote(rows)
-        self.wait(lambda: self.files.attempts["sync_data"] > flushed and disk.depth == 0)
+        self.wait(lambda: self.files.attempts["sync_data"] > flushed and disk.depth == hanging)
 
         async def heard_of() -> None:
             for _ in range(ROUNDS):
@@ -142,3 +143,23 @@ def test_what_was_dropped_during_its_flush_leaves_the_record_of_the_namespace_th
     late.wait(lambda: stored(late.node) == 1 + len(run))
     assert late.end() == 1 + len(run)
     assert recovered(tmp_path, run) == (1 + len(run), len(run))
+
+
+def test_what_is_copied_sooner_than_its_parents_is_recorded_after_them(tmp_path: Path, late: Late) -> None:
+    engine = make_engine(late.node)
+    run = engine.put("run", *range(7))
+    late.hangs_in_its_flush(rows_of(engine, run)[:4])
+    late.index.commits_go_on.clear()
+    late.is_flushed(rows_of(engine, run)[4:], hanging=1)
+    assert not late.index.hangs
+    assert late.end() == 1 + len(run)
+    assert recovered(tmp_path, run) == (1 + len(run), len(run))
+
+
+def test_what_lost_its_parents_on_the_way_is_not_recorded(late: Late) -> None:
+    engine = make_engine(late.node)
+    run = engine.put("run", *range(7))
+    late.hangs_in_its_flush(rows_of(engine, run)[:4])
+    late.is_flushed(rows_of(engine, run)[4:], hanging=1)
+    late.files.fail("sync_data", errno.ENOSPC)
+    assert late.end() == 1

@@ -39,7 +39,7 @@ def copy_down(engine: Engine, hashes: list[bytes]) -> None:
     keys: Hashes = state.catalog.columns.key[rows].copy()
     space = int(state.catalog.columns.space[rows[0]])
     transfers = storage_of(engine.node).transfers
-    assert engine.node.run(transfers.demote(space, keys, by_worth(state, rows)[1])) == len(hashes)
+    assert engine.node.run(transfers.demote(space, keys, by_worth(state, rows)[1], set())) == len(hashes)
 
 
 def drop(engine: Engine, hashes: list[bytes], first: int) -> None:

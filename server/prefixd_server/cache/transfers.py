@@ -10,6 +10,7 @@ those who want it wait for the same transfer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import structlog
 from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
 from prefixd_server.base.runs import leading
-from prefixd_server.base.types import NO_SLOT, Hashes, Rows, Slots, SlotState, Tier
+from prefixd_server.base.types import NO_ROW, NO_SLOT, Hashes, Rows, Slots, SlotState, Tier
 from prefixd_server.base.work import Errand, Reason, Urgency
 from prefixd_server.cache.copying import Batch, Copied, Copier
 from prefixd_server.cache.migration import DRAM_NVME, Migration
@@ -64,7 +65,7 @@ class Transfers:
         self._errands: dict[asyncio.Future[None], Errand] = {}
         """Of those promotions."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.claimed: set[int] = set()
+        self.claimed: dict[int, asyncio.Task[int]] = {}
         """Rows on their way to NVMe, from the plan on."""
         nvme.health.subscribe(self._let_go)
 
@@ -76,23 +77,27 @@ class Transfers:
         From here on blocks go by their keys: until the task takes its first step, a row may have come
         to serve another block, of another namespace.
         """
-        claims = set(rows.tolist())
-        self.claimed |= claims
+        claims = rows.tolist()
         columns = self._state.catalog.columns
+        parents = set(columns.parent[rows].tolist()).difference(claims)
+        ahead = {self.claimed[row] for row in parents if row in self.claimed}
         space = int(columns.space[rows[0]])
         rows, parts = by_worth(self._state, rows)
         keys = columns.key[rows].copy()
 
         async def work() -> int:
             try:
-                return await self.demote(space, keys, parts)
+                return await self.demote(space, keys, parts, ahead)
             except PrefixdError as error:
                 log.warning("a demotion was given up", reason=str(error))
                 return 0
             finally:
-                self.claimed -= claims
+                for row in claims:
+                    self.claimed.pop(row, None)
 
-        return self._kept(asyncio.ensure_future(work()))
+        task = self._kept(asyncio.ensure_future(work()))
+        self.claimed |= dict.fromkeys(claims, task)
+        return task
 
     def _kept(self, task: asyncio.Task[R]) -> asyncio.Task[R]:
         """The task, which drain() waits for."""
@@ -100,11 +105,12 @@ class Transfers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def demote(self, space: int, keys: Hashes, parts: Parts) -> int:
+    async def demote(self, space: int, keys: Hashes, parts: Parts, ahead: Set[asyncio.Task[int]]) -> int:
         """Copies blocks of one space from DRAM to NVMe, durably; parents first. Blocks published.
 
         Args:
             parts: of the keys, in their order.
+            ahead: demotions of their parents: recorded first.
         """
         catalog = self._state.catalog
         namespace, shard, group = catalog.namespaces.owner(space)
@@ -123,7 +129,7 @@ class Transfers:
             spent = len(rows) * slot_bytes
             published = written = 0
             if len(rows):
-                published, written = await self._write(namespace, shard, group, rows, slots)
+                published, written = await self._write(namespace, shard, group, rows, slots, ahead)
             spent = written * slot_bytes
         except FAULTS as error:
             self._nvme.health.failed(error)
@@ -141,7 +147,13 @@ class Transfers:
         return rows[: leading(good)]
 
     async def _write(
-        self, namespace: Namespace, shard: int, group: int, rows: Rows, slots: Slots
+        self,
+        namespace: Namespace,
+        shard: int,
+        group: int,
+        rows: Rows,
+        slots: Slots,
+        ahead: Set[asyncio.Task[int]],
     ) -> tuple[int, int]:
         """Bytes, flush, index records, visible. Blocks (published, written): the link may give some up."""
         catalog = self._state.catalog
@@ -168,9 +180,11 @@ class Transfers:
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             movers = self._state.movers_of(Tier.NVME)
             await movers.run(CallJob(partial(self._nvme.medium.flush, segments)))
+            if ahead:
+                await asyncio.wait(ahead)
             async with self._nvme.recording():
                 # All that it waited for took its time: what is still to be recorded?
-                in_doubt = count = self._to_record(namespace, copied, slots)
+                in_doubt = count = min(self._to_record(namespace, copied, slots), self._rooted(slots))
                 if count == 0:
                     return 0, copied.tried_count
                 await self._nvme.put(namespace, records[:count])
@@ -198,6 +212,14 @@ class Transfers:
         if not self._state.catalog.namespaces.is_open(namespace):
             return 0
         return leading(copied.good & (self._state.catalog.slots[Tier.NVME].row[slots] >= 0))
+
+    def _rooted(self, slots: Slots) -> int:
+        """The leading blocks whose parents NVMe has, or gets with them: none if the demotion ahead failed."""
+        catalog = self._state.catalog
+        rows = catalog.slots[Tier.NVME].row[slots]
+        parents = catalog.columns.parent[rows]
+        there = catalog.resident(Tier.NVME, np.maximum(parents, 0))
+        return leading((parents == NO_ROW) | there | np.isin(parents, rows))
 
     def _settle(self, records: Records, slots: Slots, count: int) -> int:
         """Durable copies become visible; those whose blocks were forgotten meanwhile are deleted again."""
