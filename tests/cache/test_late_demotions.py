@@ -7,6 +7,7 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prefixd_server.base.types import Rows
 from prefixd_server.cache.build import DiskSeams
@@ -156,10 +157,13 @@ def test_what_is_copied_sooner_than_its_parents_is_recorded_after_them(tmp_path:
     assert recovered(tmp_path, run) == (1 + len(run), len(run))
 
 
-def test_what_lost_its_parents_on_the_way_is_not_recorded(late: Late) -> None:
+def test_what_lost_its_parents_on_the_way_is_not_recorded_and_other_runs_with_it_are(
+    tmp_path: Path, late: Late
+) -> None:
     engine = make_engine(late.node)
-    run = engine.put("run", *range(7))
+    run, other = engine.put("run", *range(7)), engine.put("other", *range(3))
     late.hangs_in_its_flush(rows_of(engine, run)[:4])
-    late.is_flushed(rows_of(engine, run)[4:], hanging=1)
+    late.is_flushed(np.concatenate([rows_of(engine, run)[4:], rows_of(engine, other)]), hanging=1)
     late.files.fail("sync_data", errno.ENOSPC)
-    assert late.end() == 1
+    assert late.end() == 1 + len(other)
+    assert recovered(tmp_path, other) == (1 + len(other), len(other))

@@ -24,6 +24,8 @@ TESTS = {
     "prefixd_client": ["tests/gpu/test_device.py", "tests/gpu/test_vllm_copies.py"],
 }
 """What is to notice, the quickest first, by the module's root."""
+SIDE_BY_SIDE = 2
+"""Few, so that none hangs for want of a core."""
 TIMEOUT_S = 120.0
 """A mutant that hangs is noticed too."""
 
@@ -70,7 +72,7 @@ def changed_modules() -> list[str]:
 def survivors(modules: list[str]) -> list[Site]:
     """Mutants that no test notices."""
     left = []
-    threads = ThreadPoolExecutor(os.cpu_count())
+    threads = ThreadPoolExecutor(SIDE_BY_SIDE)
     for module in modules:
         if is_noticed(module, None):
             raise RuntimeError(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Set
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from prefixd_server.base.errors import LimitReached, PrefixdError, Unavailable
 from prefixd_server.base.failpoints import failpoint
@@ -44,6 +45,7 @@ from prefixd_server.media.movers import CallJob
 from prefixd_server.policy.placement import worth_promoting
 
 R = TypeVar("R")
+Flags: TypeAlias = NDArray[np.bool_]
 
 log = structlog.get_logger(__name__)
 FAULTS = (OSError, IndexUnavailable, LimitReached, Unavailable)
@@ -175,7 +177,7 @@ class Transfers:
             log.debug("demotion", reason=errand.reason.value, blocks=len(rows))
             copied = await self._copier.copy(batch, errand)
             self._nvme.written_bytes += copied.tried_count * slot_bytes
-            if self._to_record(namespace, copied, slots) == 0:
+            if not self._known(namespace, copied, slots).any():
                 return 0, copied.tried_count
             segments = sorted(set((slots // np.uint32(table.stride)).tolist()))
             movers = self._state.movers_of(Tier.NVME)
@@ -184,7 +186,10 @@ class Transfers:
                 await asyncio.wait(ahead)
             async with self._nvme.recording():
                 # All that it waited for took its time: what is still to be recorded?
-                in_doubt = count = min(self._to_record(namespace, copied, slots), self._rooted(slots))
+                rooted = self._rooted(self._known(namespace, copied, slots), slots)
+                order = np.argsort(~rooted, kind="stable")
+                records, slots = records[order], slots[order]
+                in_doubt = count = int(rooted.sum())
                 if count == 0:
                     return 0, copied.tried_count
                 await self._nvme.put(namespace, records[:count])
@@ -203,23 +208,32 @@ class Transfers:
         self._migration.count(Reason.WATERMARK, published, published * slot_bytes)
         return published, copied.tried_count
 
-    def _to_record(self, namespace: Namespace, copied: Copied, slots: Slots) -> int:
-        """The leading blocks that were copied and are still known; none once their namespace was dropped.
+    def _known(self, namespace: Namespace, copied: Copied, slots: Slots) -> Flags:
+        """Which blocks were copied and are still known; none once their namespace was dropped.
 
-        A block that is bad in DRAM is not recorded, and what follows it would be an orphan. Another epoch
-        of the namespace has its record in the place of this one's.
+        Another epoch of the namespace has its record in the place of this one's.
         """
         if not self._state.catalog.namespaces.is_open(namespace):
-            return 0
-        return leading(copied.good & (self._state.catalog.slots[Tier.NVME].row[slots] >= 0))
+            return np.zeros(len(slots), dtype=np.bool_)
+        known: Flags = copied.good & (self._state.catalog.slots[Tier.NVME].row[slots] >= 0)
+        return known
 
-    def _rooted(self, slots: Slots) -> int:
-        """The leading blocks whose parents NVMe has, or gets with them: none if the demotion ahead failed."""
+    def _rooted(self, known: Flags, slots: Slots) -> Flags:
+        """Of these, the blocks whose parents NVMe has or gets with them: parents come first.
+
+        Not what follows a block that is bad in DRAM, or whose parents' demotion has failed: it would be an
+        orphan.
+        """
         catalog = self._state.catalog
         rows = catalog.slots[Tier.NVME].row[slots]
         parents = catalog.columns.parent[rows]
-        there = catalog.resident(Tier.NVME, np.maximum(parents, 0))
-        return leading((parents == NO_ROW) | there | np.isin(parents, rows))
+        rooted: Flags = known & ((parents == NO_ROW) | catalog.resident(Tier.NVME, np.maximum(parents, 0)))
+        recorded = set(rows[rooted].tolist())
+        for index in np.flatnonzero(known & ~rooted).tolist():
+            if int(parents[index]) in recorded:
+                recorded.add(int(rows[index]))
+                rooted[index] = True
+        return rooted
 
     def _settle(self, records: Records, slots: Slots, count: int) -> int:
         """Durable copies become visible; those whose blocks were forgotten meanwhile are deleted again."""

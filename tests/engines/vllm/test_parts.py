@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prefixd_client.connectors.vllm import UnsupportedEngine
-from prefixd_client.connectors.vllm.asking import hits_beyond
+from prefixd_client.connectors.vllm.asking import Asking, hits_beyond
 from prefixd_client.connectors.vllm.jobs import SaveJob
 from prefixd_client.connectors.vllm.kv_memory import KvMemory
 from prefixd_client.connectors.vllm.metadata import StepOutcomes
@@ -240,6 +241,20 @@ def test_a_save_is_over_when_every_worker_has_said_so() -> None:
     assert not book.is_saving("r")
     assert book.fences([6]) == frozenset()
     assert book.reported(1, 1, 2) is None
+
+
+def test_what_nobody_waits_for_is_done_in_order_whatever_fails_and_keeps_nobody_alive() -> None:
+    asking = Asking(None)
+    done: list[int] = []
+    threads = [thread for thread in threading.enumerate() if thread.name == "prefixd-tell"]
+    asking.run(lambda: done.append(1))
+    asking.run(lambda: done.append(1 // 0))
+    asking.run(lambda: done.append(3))
+    del asking
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert done == [1, 3]
 
 
 def test_hits_behind_the_engines_own_blocks_are_split_by_tier() -> None:

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ class Asking:
         self._threads = ThreadPoolExecutor(ASKING_THREAD_COUNT, thread_name_prefix="prefixd-ask")
         self._waiting = ThreadPoolExecutor(WAITING_THREAD_COUNT, thread_name_prefix="prefixd-wait")
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run_tasks, name="prefixd-tell", daemon=True).start()
+        threading.Thread(target=_run_tasks, args=(self._tasks,), name="prefixd-tell", daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None)
 
     def ask(
         self,
@@ -173,14 +175,6 @@ class Asking:
         self._tasks.put(None)
 
     # -- on the threads -----------------------------------------------------------------------------
-
-    def _run_tasks(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception:  # the outermost seam: nobody hears of it
-                _LOG.exception("prefixd: a background task failed")
-            del task  # holds a lease, maybe
 
     def _run(
         self, question: Question, resolve: Resolve, hashes: Sequence[bytes], request_id: str, until: float
@@ -227,6 +221,16 @@ class Asking:
         except Exception:  # the outermost seam, as above
             _LOG.exception("prefixd: waiting failed, the request takes what there was")
         question.put_answer(answer)
+
+
+def _run_tasks(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """The thread that tells, until it gets None; it holds nothing that would keep an Asking alive."""
+    while (task := tasks.get()) is not None:
+        try:
+            task()
+        except Exception:  # the outermost seam: nobody hears of it
+            _LOG.exception("prefixd: a background task failed")
+        del task
 
 
 def hits_beyond(hits: Sequence[tuple[Tier, int]], skip_blocks: int, block_count: int) -> dict[Tier, int]:
