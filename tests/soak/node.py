@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -49,9 +50,15 @@ class Disk:
         if not self._mounted:
             self._control.write_text("full")
             return
-        room = os.statvfs(self.where)
         with self._ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+            while (room := os.statvfs(self.where)).f_bavail:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:  # else the daemon has written meanwhile
+                        raise
+                else:
+                    return
 
     def slow(self, seconds: float) -> None:
         """Every read and write takes so much longer."""
